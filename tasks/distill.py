@@ -1,0 +1,270 @@
+"""Distillation: a student learns from a frozen teacher's distribution over the next token."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from tasks.losses import (
+    TokenLoss,
+    cross_entropy,
+    find_function,
+    forward_kl,
+    reverse_kl,
+    shared_vocabulary,
+    top1_agreement,
+)
+from trainer.config import ConfigError
+from trainer.task import IGNORED, Batch, Metric, StepOutput, TaskModule
+
+log = logging.getLogger(__name__)
+
+CHANCE_MARGIN = 0.1  # nats below ln(V) that a teacher must reach to know anything
+
+
+@dataclass(kw_only=True)
+class Term:
+    """One part of the loss: weight * the mean of `function` over the tokens of the global batch that `mask` counts."""
+
+    function: TokenLoss
+    weight: float = 1.0
+    temperature: float = 1.0
+    mask: str = "completion"
+
+
+class DistillTask(TaskModule):
+    """Trains the student on the weighted sum of terms; every term is a mean over its own tokens of the global batch.
+
+    Args:
+        student: Name of the trained model.
+        teacher: Name of the frozen model.
+        terms: Name of a term to any of `function` (forward_kl, reverse_kl, cross_entropy or the dotted path of a
+            `TokenLoss`; default: the term's name), `weight`, `temperature` and `mask` (completion: tokens with a
+            label; all: every real token). A term of weight 0 is not computed.
+    """
+
+    def __init__(
+        self, *, student: str = "student", teacher: str = "teacher", terms: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        if student == teacher:
+            raise ConfigError(f"task.student and task.teacher are both {student!r}; name two models")
+        self.student, self.teacher, self.reference = student, teacher, teacher
+        self.terms = {name: term for name, term in parse_terms(terms).items() if term.weight > 0}
+        self.vocabulary: int | None = None  # logits that both share; None: all, of models that are not transformers'
+        self.optional_arguments: dict[str, set[str]] = {}
+
+    def setup(self, stage: str) -> None:
+        self._check_roles(stage)
+        student, teacher = self.models[self.student].module, self.models[self.teacher].module
+        self.vocabulary = self._find_vocabulary(getattr(student, "config", None), getattr(teacher, "config", None))
+        self.optional_arguments = {
+            self.student: accepted_arguments(student),
+            self.teacher: accepted_arguments(teacher),
+        }
+
+    def on_train_start(self) -> None:
+        """Warns of a teacher that has nothing to teach; the first validation has just scored both models."""
+        before, reference = self.trainer.before, self.trainer.reference
+        if not reference or not self.trainer.is_main:
+            return
+        entropy, chance = reference["val/cross_entropy"], math.log(self.vocabulary or 1)
+        if self.vocabulary and not entropy < chance - CHANCE_MARGIN:
+            log.warning(
+                "models.%s knows no more than chance: its cross-entropy is %.2f nats, a uniform guess has %.2f; "
+                "check its weights, and that its tokenizer is the data's",
+                self.teacher,
+                entropy,
+                chance,
+            )
+        if before.get("val/cross_entropy") == entropy and before.get("val/top1_agreement") == 1.0:
+            log.warning("models.%s and models.%s predict the same; nothing to distil", self.student, self.teacher)
+
+    def count_items(self, batch: Batch) -> dict[str, int | Tensor]:
+        return {f"{self.student}/{name}": MASKS[term.mask](batch).sum() for name, term in self.terms.items()}
+
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
+        masks = {term.mask: MASKS[term.mask](batch) for term in self.terms.values()}
+        counted = functools.reduce(torch.logical_or, masks.values())  # (B, T-1)
+        student, teacher, labels = self._score(batch, counted)
+
+        output = StepOutput()
+        for name, term in self.terms.items():
+            rows = masks[term.mask][counted] if len(masks) > 1 else slice(None)
+            values = term.function(student[rows], teacher[rows], labels[rows], temperature=term.temperature)
+            if values.shape != labels[rows].shape:
+                raise ValueError(
+                    f"task.terms.{name}.function returned {tuple(values.shape)}; "
+                    f"it must return one loss per token, {tuple(labels[rows].shape)}"
+                )
+            # The sum of no token is a zero that keeps its graph, and all ranks run the same backward.
+            output.sums[f"{self.student}/{name}"] = term.weight * values.sum()
+            output.metrics[f"{self.student}/{name}"] = (values.detach().sum(), len(values))
+        return output
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
+        student, teacher, labels = self._score(batch, completion_mask(batch))
+        values: dict[str, Tensor | float] = {
+            "cross_entropy": cross_entropy(student, labels).sum(),
+            "forward_kl": forward_kl(student, teacher).sum(),
+            "reverse_kl": reverse_kl(student, teacher).sum(),
+            "top1_agreement": top1_agreement(student, teacher).sum(),
+            "reference/cross_entropy": cross_entropy(teacher, labels).sum(),
+            "reference/forward_kl": 0.0,
+            "reference/reverse_kl": 0.0,
+            "reference/top1_agreement": float(len(labels)),
+        }
+        return {name: (value, len(labels)) for name, value in values.items()}
+
+    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        # Through a tensor: math.exp raises where a perplexity is merely infinite.
+        return {"perplexity": torch.tensor(metrics["cross_entropy"], dtype=torch.float64).exp().item()}
+
+    def _score(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns student and teacher logits, (N, V) in float32, and labels, (N,), of the positions that count.
+
+        The only shift: position t, of T-1, holds the logits after token t and the label of token t+1.
+        """
+        teacher = self._logits(self.teacher, batch, counted).detach()  # first: the student's graph is not there yet
+        student = self._logits(self.student, batch, counted)
+        tokens, labels = batch["input_ids"], batch["labels"]
+        # Where a mask counts prompts, their next token is the label.
+        return student, teacher, torch.where(labels == IGNORED, tokens, labels)[:, 1:][counted]
+
+    def _logits(self, name: str, batch: Batch, counted: Tensor) -> Tensor:
+        columns = counted.any(0).nonzero().squeeze(-1)
+        if len(columns) == 0:  # an empty batch must run the same modules as the other ranks'
+            columns = columns.new_zeros(1)
+        logits = self._forward(name, batch, columns)  # (B, K, V), or (B, T, V) of a model that knows no columns
+        if logits.shape[1] == batch["input_ids"].shape[1]:
+            logits = logits[:, columns]
+        rows = counted[:, columns].flatten().nonzero().squeeze(-1)
+        return logits.flatten(0, 1).index_select(0, rows)[:, : self.vocabulary].float()
+
+    def _forward(self, name: str, batch: Batch, columns: Tensor) -> Tensor:
+        given = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
+        optional: dict[str, Any] = {"use_cache": False, "logits_to_keep": columns}
+        if "position_ids" not in batch and "attention_mask" in batch and batch["attention_mask"].ndim == 2:
+            # From the first real token on: left padding must not move a model with absolute positions.
+            optional["position_ids"] = (batch["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)
+        accepted = self.optional_arguments[name]
+        output = self.models[name](**given, **{key: value for key, value in optional.items() if key in accepted})
+        logits: Tensor = output if isinstance(output, Tensor) else output.logits
+        return logits
+
+    def _find_vocabulary(self, student: Any, teacher: Any) -> int | None:
+        if isinstance(student, PreTrainedConfig) and isinstance(teacher, PreTrainedConfig):
+            return shared_vocabulary(student, teacher, tokenizer=self.trainer.tokenizer)
+        return None  # the losses refuse logits of different sizes
+
+    def _check_roles(self, stage: str) -> None:
+        problems = [
+            f"task.{role} is {name!r}, but models has {', '.join(self.models)}"
+            for role, name in (("student", self.student), ("teacher", self.teacher))
+            if name not in self.models
+        ]
+        if problems:
+            raise ConfigError(*problems)
+        if stage == "fit" and not self.models[self.student].trainable:
+            problems.append(f"models.{self.student}.trainable is false, but task.student trains it; set it to true")
+        if self.models[self.teacher].trainable:
+            problems.append(f"models.{self.teacher}.trainable is true, but task.teacher is frozen; set it to false")
+        elif any(module.training for module in self.models[self.teacher].module.modules()):
+            problems.append(f"models.{self.teacher} is in training mode, its dropout would be noise; call eval() on it")
+        if problems:
+            raise ConfigError(*problems)
+
+
+def all_mask(batch: Batch) -> Tensor:
+    """Returns which positions hold a real token whose next token is real and of the same document, (B, T-1) bool.
+
+    Without a 2-D attention mask every token is real; packed documents are told apart by `position_ids`.
+    """
+    tokens, attended = batch["input_ids"], batch.get("attention_mask")
+    is_real = (
+        attended != 0 if attended is not None and attended.ndim == 2 else torch.ones_like(tokens, dtype=torch.bool)
+    )
+    mask: Tensor = is_real[:, :-1] & is_real[:, 1:]
+    if "position_ids" in batch:
+        positions = batch["position_ids"]
+        mask = mask & (positions[:, 1:] == positions[:, :-1] + 1)
+    return mask
+
+
+def completion_mask(batch: Batch) -> Tensor:
+    """Returns those positions of `all_mask` whose next token has a label, (B, T-1) bool."""
+    has_label: Tensor = batch["labels"][:, 1:] != IGNORED
+    return all_mask(batch) & has_label
+
+
+MASKS: dict[str, Callable[[Batch], Tensor]] = {"completion": completion_mask, "all": all_mask}
+
+
+def accepted_arguments(module: nn.Module) -> set[str]:
+    """Returns which optional arguments the module's forward takes, by name or through **kwargs."""
+    parameters = inspect.signature(module.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return {name for name in ("use_cache", "logits_to_keep", "position_ids") if takes_any or name in parameters}
+
+
+def parse_terms(terms: Mapping[str, Mapping[str, Any]]) -> dict[str, Term]:
+    """Returns the terms, or raises one ConfigError with everything that is wrong in them."""
+    parsed: dict[str, Term] = {}
+    problems: list[str] = []
+    for name, given in terms.items():
+        if not isinstance(given, Mapping):
+            problems.append(f"task.terms.{name} is {given!r}; it must be a mapping such as {{weight: 1.0}}")
+            continue
+        term = {"function": name, **given}
+        found = _term_problems(name, term)
+        problems += found
+        if not found:
+            parsed[name] = Term(**{**term, "function": find_function(term["function"])})
+    if not problems and not any(term.weight > 0 for term in parsed.values()):
+        problems.append("task.terms has no term with a weight above 0; nothing would be trained")
+    if problems:
+        raise ConfigError(*problems)
+    return parsed
+
+
+def _term_problems(name: str, term: Mapping[str, Any]) -> list[str]:
+    problems = []
+
+    def check(is_right: bool, key: str, rule: str) -> None:
+        if not is_right:
+            problems.append(f"task.terms.{name}.{key} is {term[key]!r}; {rule}")
+
+    keys = [field.name for field in fields(Term)]
+    for key in (key for key in term if key not in keys):
+        near = difflib.get_close_matches(str(key), keys, 1)
+        hint = f"did you mean {near[0]}?" if near else f"a term has {', '.join(keys)}"
+        problems.append(f"task.terms.{name}.{key} is no key of a term; {hint}")
+    try:
+        find_function(term["function"])
+    except ConfigError as error:
+        problems.append(f"task.terms.{name}.function: {error}")
+    if "weight" in term:
+        check(_is_number(term["weight"]) and term["weight"] >= 0, "weight", "it must be a number of at least 0")
+    if "temperature" in term:
+        is_right = _is_number(term["temperature"]) and term["temperature"] > 0
+        check(is_right, "temperature", "it must be a number above 0")
+        if is_right and term["function"] == "cross_entropy":
+            check(term["temperature"] == 1, "temperature", "cross_entropy has none; leave it at 1")
+    if "mask" in term:
+        near = difflib.get_close_matches(str(term["mask"]), MASKS, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        check(term["mask"] in tuple(MASKS), "mask", f"{hint}masks are {', '.join(MASKS)}")
+    return problems
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

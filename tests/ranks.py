@@ -1,0 +1,47 @@
+"""Runs a function on several gloo ranks, each a fresh process."""
+
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from trainer.distributed import free_port
+
+
+def run_ranks(function: Callable[..., Any], *args: Any, folder: Path, world_size: int, timeout: float = 240) -> list[Any]:
+    """Returns [function(*args) on rank 0, on rank 1, ...]; raises with the child's traceback if one fails or hangs."""
+    context = mp.start_processes(
+        _run_one, (function, args, world_size, free_port(), folder), nprocs=world_size, join=False, start_method="spawn"
+    )
+    deadline = time.monotonic() + timeout
+    while not context.join(timeout=1):
+        if time.monotonic() > deadline:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{function.__name__} on {world_size} ranks took over {timeout} s; does one rank hang?")
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _run_one(
+    rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, port: int, folder: Path
+) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        DS_ACCELERATOR="cpu",
+    )
+    torch.set_num_threads(1)
+    try:
+        torch.save(function(*args), folder / f"rank{rank}.pt")
+    except BaseException:
+        (folder / f"rank{rank}.error").write_text(traceback.format_exc())
+        raise

@@ -1,0 +1,44 @@
+"""Trains several models together, each under its own DeepSpeed plugin."""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.callbacks.callback import Callback
+    from trainer.config import ConfigError
+    from trainer.engines import ModelSpec
+    from trainer.handle import ModelHandle
+    from trainer.task import IGNORED, Batch, Metric, StepOutput, TaskModule
+    from trainer.trainer import MultiModelTrainer, TrainingData
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "IGNORED",
+    "Batch",
+    "Callback",
+    "ConfigError",
+    "Metric",
+    "ModelHandle",
+    "ModelSpec",
+    "MultiModelTrainer",
+    "StepOutput",
+    "TaskModule",
+    "TrainingData",
+]
+
+# Lazily (PEP 562): `python -m trainer --help` must not import torch.
+_HOMES = {
+    "Callback": "trainer.callbacks.callback",
+    "ConfigError": "trainer.config",
+    "ModelSpec": "trainer.engines",
+    "ModelHandle": "trainer.handle",
+    "MultiModelTrainer": "trainer.trainer",
+    "TrainingData": "trainer.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'trainer' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES.get(name, "trainer.task")), name)

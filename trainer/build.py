@@ -1,0 +1,172 @@
+"""Turns a run's configuration into objects; the only file that does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch.utils.data import Dataset, default_collate
+from transformers import PreTrainedTokenizerBase
+
+from trainer import distributed
+from trainer.callbacks.callback import Callback
+from trainer.config import ConfigError, ModelConfig
+from trainer.data import (
+    PaddingCollator,
+    build_text_dataset,
+    check_same_vocabulary,
+    load_rows,
+    load_tokenizer,
+    split_rows,
+)
+from trainer.engines import ModelSpec
+from trainer.loggers.logger import Logger
+from trainer.models import tokenizer_name
+from trainer.plugins import Config, read_plugin
+from trainer.task import TaskModule
+from trainer.trainer import MultiModelTrainer, TrainingData
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class Run:
+    """Everything that a run needs, made and not yet started."""
+
+    trainer: MultiModelTrainer
+    task: TaskModule
+    models: dict[str, ModelSpec]
+    data: TrainingData
+
+
+def build_run(cfg: DictConfig) -> Run:
+    """Returns the objects that the configuration describes; models are built later, each under its own plugin."""
+    trainer = build_trainer(cfg)  # first: the ranks find each other before any of them waits
+    task = make(cfg.task)
+    models = {str(name): build_model_spec(model) for name, model in cfg.models.items()}
+    tokenizer = build_tokenizer(cfg)
+    return Run(trainer=trainer, task=task, models=models, data=build_data(cfg, tokenizer))
+
+
+def make(node: DictConfig, **arguments: Any) -> Any:
+    """Returns the object of a node with `_target_`, made from plain containers."""
+    return instantiate(node, _convert_="all", **arguments)
+
+
+def build_trainer(cfg: DictConfig) -> MultiModelTrainer:
+    """Returns the trainer with its plugins, callbacks and, on rank 0, loggers."""
+    options = cfg.trainer
+    return MultiModelTrainer(
+        build_plugins(cfg),
+        max_steps=options.max_steps,
+        max_epochs=options.max_epochs,
+        stop_at_step=options.stop_at_step,
+        val_every=options.val_every,
+        log_every=options.log_every,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        limit_val_batches=options.limit_val_batches,
+        seed=cfg.seed,
+        callbacks=build_callbacks(cfg),
+        loggers=build_loggers(cfg),
+        timeout_seconds=cfg.launch.timeout_seconds,
+    )
+
+
+def build_plugins(cfg: DictConfig) -> dict[str, Config]:
+    """Returns each model's DeepSpeed configuration, read from its file where it has one."""
+    return {
+        str(name): read_plugin(f"models.{name}.plugin", plain(model.plugin)) for name, model in cfg.models.items()
+    }
+
+
+def build_callbacks(cfg: DictConfig) -> dict[str, Callback]:
+    """Returns the callbacks by name, in the order of the configuration."""
+    return {str(name): make(node) for name, node in cfg.callbacks.items() if node is not None}
+
+
+def build_loggers(cfg: DictConfig) -> dict[str, Logger]:
+    """Returns the loggers by name; ranks other than 0 have none."""
+    if not distributed.is_main():
+        return {}
+    return {str(name): make(node) for name, node in cfg.logger.items() if node is not None}
+
+
+def build_model_spec(model: ModelConfig) -> ModelSpec:
+    """Returns how a model is made and trained."""
+    return ModelSpec(
+        build=make(model.build, _partial_=True),
+        trainable=model.trainable,
+        dtype=None if model.dtype == "auto" else getattr(torch, model.dtype),
+        optimizer=make(model.optimizer, _partial_=True) if model.optimizer else None,
+        scheduler=make(model.scheduler, _partial_=True) if model.scheduler else None,
+        max_grad_norm=model.max_grad_norm,
+        gradient_accumulation_steps=model.gradient_accumulation_steps,
+        freeze=list(model.freeze),
+    )
+
+
+def build_tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer of the data, once all models that bring one are known to share its token ids."""
+    ordered = sorted(cfg.models.items(), key=lambda item: not item[1].trainable)
+    places = {str(name): tokenizer_name(plain(model.build)) for name, model in ordered}
+    loaded = {place: load_tokenizer(place) for place in dict.fromkeys(places.values()) if place is not None}
+    tokenizers = {name: loaded[place] for name, place in places.items() if place is not None}
+    problems = check_same_vocabulary(tokenizers) if tokenizers else []
+    if problems:
+        raise ConfigError(*problems)
+    if cfg.data.tokenizer is not None:
+        return load_tokenizer(cfg.data.tokenizer)
+    return next(iter(tokenizers.values()), None)
+
+
+def build_data(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase | None) -> TrainingData:
+    """Returns the examples to train on and to validate on."""
+    options = cfg.data
+    train, validation = _datasets(cfg, tokenizer)
+    if options.collate is not None:
+        collate = make(options.collate)
+    elif tokenizer is not None and not OmegaConf.is_dict(options.train):
+        collate = PaddingCollator(tokenizer.pad_token_id)
+    else:
+        collate = default_collate
+    return TrainingData(
+        train=train,
+        validation=validation,
+        batch_size=options.batch_size,
+        collate=collate,
+        num_workers=options.num_workers,
+        tokenizer=tokenizer,
+    )
+
+
+def _datasets(
+    cfg: DictConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Dataset[Any] | None, Dataset[Any] | None]:
+    options = cfg.data
+    if OmegaConf.is_dict(options.train):
+        return make(options.train), make(options.validation) if options.validation is not None else None
+    if tokenizer is None:
+        raise ConfigError(
+            f"data.train={options.train} is text, but no model brings a tokenizer; give data.tokenizer=<folder>, or a "
+            "node with _target_ that returns a dataset of tensors"
+        )
+    train_rows = load_rows(options.train)
+    if options.validation is None:
+        train_rows, validation_rows = split_rows(train_rows, fraction=options.validation_fraction, seed=cfg.seed)
+    else:
+        validation_rows = load_rows(options.validation, split="validation")
+    return tuple(
+        build_text_dataset(rows, tokenizer, block_size=options.block_size, packing=options.packing)
+        for rows in (train_rows, validation_rows)
+    )
+
+
+def plain(node: Any) -> Mapping[str, Any]:
+    """Returns a node as plain, resolved containers."""
+    container: dict[str, Any] = OmegaConf.to_container(node, resolve=True)  # type: ignore[assignment]
+    return container

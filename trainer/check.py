@@ -1,0 +1,177 @@
+"""Says what is wrong with a configuration that composes, before anything is allocated or started."""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from trainer import launch, outputs
+from trainer.compose import did_you_mean
+from trainer.targets import target_problems
+
+Config = Mapping[str, Any]
+
+_MODES = ("fit", "validate", "export")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def problems(cfg: DictConfig, overrides: list[str]) -> list[str]:
+    """Returns every problem, one sentence each.
+
+    Args:
+        cfg: What composes of the configuration; the rest has its problems already.
+        overrides: The command line's, to tell what a user asked for from a task's defaults.
+    """
+    outputs.quiet_third_parties()
+    config: Config = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    found = [f"{key} is missing; give it: {key}=..." for key in _missing(config)]
+    for check in (target_problems, _check_ranges, _check_models, _check_data, _check_builds, _check_launch):
+        found += check(config)
+    found += _check_plugins(config, overrides)
+    return list(dict.fromkeys(found))
+
+
+def _missing(value: Any, key: str = "") -> Iterator[str]:
+    if value == "???":
+        yield key
+    elif isinstance(value, Mapping):
+        for name, child in value.items():
+            yield from _missing(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _missing(child, f"{key}.{index}")
+
+
+# --- values
+
+
+def _check_ranges(config: Config) -> Iterator[str]:
+    yield from _one_of("mode", config["mode"], _MODES)
+    trainer, data = config["trainer"], config["data"]
+    for key, value in (
+        ("trainer.max_steps", trainer["max_steps"]),
+        ("trainer.max_epochs", trainer["max_epochs"]),
+        ("trainer.stop_at_step", trainer["stop_at_step"]),
+        ("trainer.val_every", trainer["val_every"]),
+        ("trainer.log_every", trainer["log_every"]),
+        ("trainer.gradient_accumulation_steps", trainer["gradient_accumulation_steps"]),
+        ("trainer.limit_val_batches", trainer["limit_val_batches"]),
+        ("data.batch_size", data["batch_size"]),
+        ("launch.num_processes", config["launch"]["num_processes"]),
+        ("launch.timeout_seconds", config["launch"]["timeout_seconds"]),
+    ):
+        yield from _at_least(key, value, 1)
+    yield from _at_least("data.block_size", data["block_size"], 2)  # one token to read, one to predict
+    yield from _at_least("data.num_workers", data["num_workers"], 0)
+    yield from _at_least("seed", config["seed"], 0)
+    if not 0 < data["validation_fraction"] < 1:
+        yield f"data.validation_fraction={data['validation_fraction']}: must lie between 0 and 1"
+    if not config["export"]["tolerance"] > 0:
+        yield f"export.tolerance={config['export']['tolerance']}: must be above 0"
+    if config["mode"] == "fit" and trainer["max_steps"] is None and trainer["max_epochs"] is None:
+        yield "trainer.max_steps and trainer.max_epochs are both missing; give one: trainer.max_steps=1000"
+
+
+def _at_least(key: str, value: Any, least: int) -> Iterator[str]:
+    if value is not None and value != "???" and value < least:
+        yield f"{key}={value}: must be at least {least}"
+
+
+def _one_of(key: str, value: str, known: tuple[str, ...]) -> Iterator[str]:
+    if value not in known:
+        yield f"{key}={value}: must be one of {', '.join(known)}{did_you_mean(value, known)}"
+
+
+# --- models
+
+
+def _check_models(config: Config) -> Iterator[str]:
+    models = config["models"]
+    if not models:
+        yield "models is empty; a task names at least one, such as models.student"
+    for name, model in models.items():
+        yield from _one_of(f"models.{name}.dtype", model["dtype"], _DTYPES)
+        yield from _check_window(name, model, config["trainer"]["gradient_accumulation_steps"])
+        yield from _check_optimizer(name, model)
+    if models and config["mode"] == "fit" and not any(model["trainable"] for model in models.values()):
+        first = next(iter(models))
+        yield f"no model is trainable, but mode is fit; set models.{first}.trainable=true, or mode=validate"
+
+
+def _check_window(name: str, model: Config, window: int) -> Iterator[str]:
+    key, steps = f"models.{name}.gradient_accumulation_steps", model["gradient_accumulation_steps"]
+    yield from _at_least(key, steps, 1)
+    if steps is not None and steps >= 1 and window >= 1 and window % steps:
+        yield f"{key}={steps}: must divide trainer.gradient_accumulation_steps={window}"
+    norm = model["max_grad_norm"]
+    if norm is not None and not norm > 0:
+        yield f"models.{name}.max_grad_norm={norm}: must be above 0, or null for no clipping"
+
+
+def _check_optimizer(name: str, model: Config) -> Iterator[str]:
+    plugin = model["plugin"] or {}
+    # A DeepSpeed file may bring its own optimizer; plugins.py reads it.
+    may_bring_own = "optimizer" in plugin or "path" in plugin
+    if model["trainable"] and not model["optimizer"] and not may_bring_own:
+        yield (
+            f"models.{name}.optimizer is missing, but models.{name} is trainable; "
+            f"add `- /optimizer@models.{name}.optimizer: adamw` to the task's defaults, "
+            f"or give optimizer@models.{name}.optimizer=adamw"
+        )
+    for part in ("optimizer", "scheduler"):
+        if not model["trainable"] and model[part]:
+            yield (
+                f"models.{name}.{part} is given, but models.{name} is frozen (trainable: false); "
+                f"choose {part}@models.{name}.{part}=null, or set models.{name}.trainable=true"
+            )
+
+
+# --- what other files know best, imported only here: they need torch
+
+
+def _check_data(config: Config) -> list[str]:
+    from trainer.data.files import check_source
+
+    found: list[str] = []
+    for key in ("train", "validation"):
+        source = config["data"][key]
+        if isinstance(source, str) and source != "???":
+            found += check_source(f"data.{key}", source)
+        elif source is not None and not isinstance(source, str | Mapping):
+            found.append(f"data.{key}={source}: must be a file, a hub name, embedded:<asset>, or a node with _target_")
+        elif isinstance(source, Mapping) and "_target_" not in source:
+            found.append(f"data.{key} has no _target_; name the callable that returns a dataset")
+    collate = config["data"]["collate"]
+    if collate is not None and not (isinstance(collate, Mapping) and "_target_" in collate):
+        found.append(f"data.collate={collate}: must be a node with _target_, or null")
+    return found
+
+
+def _check_builds(config: Config) -> list[str]:
+    from trainer.models import check_build
+
+    found: list[str] = []
+    for name, model in config["models"].items():
+        build = model["build"] or {}
+        if "_target_" in build and not list(_missing(build)):
+            found += check_build(f"models.{name}.build", build)
+    return found
+
+
+def _check_plugins(config: Config, overrides: list[str]) -> list[str]:
+    from trainer.plugins import check_plugins
+
+    whole = {name: model for name, model in config["models"].items() if not list(_missing(model["plugin"]))}
+    return check_plugins(whole, overrides)
+
+
+def _check_launch(config: Config) -> Iterator[str]:
+    wanted, gpus = config["launch"]["num_processes"], launch.count_gpus()
+    if wanted is not None and gpus and wanted > gpus:
+        yield f"launch.num_processes={wanted}: only {gpus} GPU(s) are visible; use as many, or CUDA_VISIBLE_DEVICES= for the CPU"
+    if wanted is not None and launch.is_rank() and wanted != int(os.environ["WORLD_SIZE"]):
+        yield (
+            f"launch.num_processes={wanted}: another launcher has started {os.environ['WORLD_SIZE']} ranks; "
+            "leave it out, or start without that launcher"
+        )

@@ -1,0 +1,96 @@
+"""The typed schema of a run's configuration, and the error that a wrong one raises."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; holds every problem that was found, one sentence each."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """One role of `models`; `build`, `plugin`, `optimizer` and `scheduler` come from groups and take any key."""
+
+    build: dict[str, Any] = field(default_factory=dict)
+    plugin: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    trainable: bool = True
+    dtype: str = "auto"  # auto | float32 | bfloat16 | float16; auto: bfloat16 where the hardware computes in it, else float32
+    freeze: list[str] = field(default_factory=list)  # parameter names (globs) that keep their start value
+    max_grad_norm: float | None = None
+    gradient_accumulation_steps: int | None = None  # micro-batches per update; divides the trainer's
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where the examples come from and how they are cut into micro-batches."""
+
+    train: Any = MISSING  # file, hub name, embedded:<asset>, or a node with _target_
+    validation: Any = None  # the same; absent: a seeded split of train
+    validation_fraction: float = 0.1
+    tokenizer: str | None = None  # folder or hub name; absent: that of the first model that has one
+    collate: Any = None  # a node with _target_; not typed as a mapping: OmegaConf 2.3 cannot merge into one that is null
+    batch_size: int = 8  # micro-batch per rank
+    block_size: int = 512  # tokens; longer examples are cut
+    packing: bool = False
+    num_workers: int = 0
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """How long a run lasts and how often it looks up; every period counts global steps."""
+
+    max_steps: int | None = None
+    max_epochs: int | None = None
+    stop_at_step: int | None = None  # ends there without shortening the schedules
+    val_every: int | None = None  # absent: before the first and after the last step only
+    log_every: int = 10
+    gradient_accumulation_steps: int = 1
+    limit_val_batches: int | None = None
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """How ranks are started when no launcher has done so."""
+
+    num_processes: int | None = None  # absent: all visible GPUs, one process on a CPU
+    timeout_seconds: int = 1800  # of a collective
+
+
+@dataclass(kw_only=True)
+class ExportConfig:
+    """What is written to `export/` at the end."""
+
+    enabled: bool = True
+    tolerance: float = 0.01  # largest difference, relative, between a metric before and after reloading
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    """The whole configuration of a run."""
+
+    task: dict[str, Any] = MISSING
+    models: dict[str, ModelConfig] = field(default_factory=dict)
+    data: DataConfig = field(default_factory=DataConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    logger: dict[str, Any] = field(default_factory=dict)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    mode: str = "fit"  # fit | validate | export
+    seed: int = 0
+
+
+def register_schema() -> None:
+    """Makes `run_schema` known to Hydra's defaults lists."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="run_schema", node=RunConfig)

@@ -1,0 +1,69 @@
+"""Loads a tokenizer, and compares the vocabularies of models that are to share token ids."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import transformers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from trainer.config import ConfigError
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of a folder, hub name or .gguf file; without a pad token it pads with its end token."""
+    path = Path(name).expanduser()
+    try:
+        with _quiet_transformers():
+            if path.suffix == ".gguf":
+                tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+            else:
+                tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
+    except (OSError, ValueError, KeyError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"no tokenizer at {name} ({first_line}); give data.tokenizer a folder with tokenizer.json, or a hub name"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError(f"the tokenizer {name} has neither a pad token nor an end token; one of them is needed")
+        tokenizer.pad_token = tokenizer.eos_token
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def check_same_vocabulary(names: dict[str, PreTrainedTokenizerBase]) -> list[str]:
+    """Returns what differs between the first tokenizer's token ids and each other's; keys are the models' names."""
+    (first, tokenizer), *others = names.items()
+    vocabulary = tokenizer.get_vocab()
+    problems = []
+    for name, other in others:
+        difference = _find_difference(vocabulary, other.get_vocab())
+        if difference:
+            token, left, right = difference
+            problems.append(
+                f"models.{first} ({len(vocabulary)} tokens) and models.{name} ({len(other.get_vocab())} tokens) have "
+                f"different vocabularies: token {token!r} is {left} in {first} and {right} in {name}; "
+                "they must share token ids, so give models of one family"
+            )
+    return problems
+
+
+def _find_difference(left: dict[str, int], right: dict[str, int]) -> tuple[str, str, str] | None:
+    """Returns the token with the lowest id that is not the same on both sides, and what it is there."""
+    different = [token for token in left.keys() | right.keys() if left.get(token) != right.get(token)]
+    if not different:
+        return None
+    token = min(different, key=lambda token: (left.get(token, len(left)), right.get(token, len(right)), token))
+    return token, *(f"id {ids[token]}" if token in ids else "absent" for ids in (left, right))  # type: ignore[return-value]
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(level)

@@ -1,0 +1,66 @@
+"""Collectives over all ranks, and who this process is among them."""
+
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    """Returns this process's index among all ranks."""
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size() -> int:
+    """Returns the number of ranks."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def is_main() -> bool:
+    """Returns whether this is rank 0."""
+    return rank() == 0
+
+
+def sum_over_ranks(values: Tensor) -> Tensor:
+    """Returns the element-wise sum over all ranks; every rank must call it with the same shape."""
+    if world_size() > 1:
+        values = values.clone()
+        dist.all_reduce(values)
+    return values
+
+
+def any_rank(condition: bool, *, device: torch.device) -> bool:
+    """Returns whether the condition holds on at least one rank."""
+    return bool(sum_over_ranks(torch.tensor(float(condition), device=device)).item() > 0)
+
+
+def from_main(value: Any) -> Any:
+    """Returns rank 0's value on every rank."""
+    if world_size() == 1:
+        return value
+    holder = [value]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def barrier() -> None:
+    """Waits until every rank is here."""
+    if world_size() > 1:
+        dist.barrier()
+
+
+def free_port() -> int:
+    """Returns a TCP port that nobody listens on."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def ensure_environment() -> None:
+    """Makes this process the only rank when no launcher has said otherwise."""
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
+        os.environ["MASTER_PORT"] = str(free_port())

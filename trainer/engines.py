@@ -1,0 +1,331 @@
+"""Builds each model under its own plugin and gives it its engine."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer import distributed
+from trainer.config import ConfigError
+from trainer.handle import ModelHandle
+from trainer.plugins import AUTO, Config, Facts, check_plugin, dtype_name, read_plugin, resolve, stage_of, uses_engine
+from trainer.seeds import seed_everything
+
+log = logging.getLogger(__name__)
+
+REPLICATED = ""  # a name without a plugin, as of a model without an engine
+Plugin = DeepSpeedPlugin | Mapping[str, Any] | str
+
+
+@dataclass(kw_only=True)
+class ModelSpec:
+    """How one model is made and trained.
+
+    Args:
+        build: Returns the module; one with a parameter `dtype` is given the model's.
+        dtype: None: bfloat16 where the hardware computes in it, else float32.
+        optimizer: Called with the trainable parameters; a partial's keywords also fill the `auto`s of the plugin.
+        scheduler: Called with the optimizer; a partial's keywords that are "auto" become the number of updates.
+        gradient_accumulation_steps: Micro-batches per update; None: the trainer's.
+        freeze: Globs of parameter names that keep their start value.
+    """
+
+    build: Callable[..., nn.Module]
+    trainable: bool = True
+    dtype: torch.dtype | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    max_grad_norm: float | None = None
+    gradient_accumulation_steps: int | None = None
+    freeze: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class RunFacts:
+    """What all models of a run share."""
+
+    batch_size: int
+    accumulation: int
+    num_steps: int
+    seed: int
+
+
+class Engines:
+    """The plugins of all models and the one Accelerator that knows them."""
+
+    def __init__(self, plugins: Mapping[str, Plugin], *, timeout_seconds: int) -> None:
+        distributed.ensure_environment()
+        _clear_launcher_settings()
+        self.configs: dict[str, Config] = {name: _config_of(name, plugin) for name, plugin in plugins.items()}
+        self.plugins = {
+            name: given if isinstance(given := plugins[name], DeepSpeedPlugin) else _plugin_of(config)
+            for name, config in self.configs.items()
+            if uses_engine(config)
+        }
+        self.accelerator = _accelerator(self.plugins, timeout_seconds)
+
+    @contextmanager
+    def selected(self, name: str) -> Iterator[None]:
+        """Makes a model's plugin the active one of Accelerate and transformers, and restores the one before."""
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        before = next((key for key, plugin in self.plugins.items() if plugin.selected), None)
+        if name in self.plugins:
+            self.accelerator.state.select_deepspeed_plugin(name)
+        else:
+            unset_hf_deepspeed_config()  # or transformers would shard a model that has no engine
+        try:
+            yield
+        finally:
+            if before is not None:
+                self.accelerator.state.select_deepspeed_plugin(before)
+
+    def prepare(self, name: str, spec: ModelSpec, run: RunFacts) -> ModelHandle:
+        """Returns the model, built and wrapped under its own plugin."""
+        config = self.configs[name]
+        dtype = spec.dtype or automatic_dtype(self.accelerator.device)
+        _check_spec(name, spec, config, dtype, self.accelerator.device)
+        seed_everything(run.seed)
+        with self.selected(name):
+            if not uses_engine(config):
+                return self._replicate(name, spec, dtype)
+            facts = _facts(spec, run, dtype, self.accelerator.device)
+            self._apply(name, resolve(f"models.{name}.plugin", config, facts))
+        with self.selected(name):
+            module = _build(name, spec, dtype, self._sharding_at_birth(name))
+            # Now that the module tells its size: the final values of what depends on it.
+            facts.hidden_size = _hidden_size(module)
+            self._apply(name, resolve(f"models.{name}.plugin", config, facts))
+            handle = self._initialize(name, spec, module, facts)
+        gc.collect()
+        return handle
+
+    def _apply(self, name: str, resolved: Config) -> None:
+        # In place: Accelerate and the user hold this very dict.
+        active = self.plugins[name].deepspeed_config
+        active.clear()
+        active.update(resolved)
+
+    def _sharding_at_birth(self, name: str) -> Any:
+        import deepspeed
+
+        config = self.plugins[name].deepspeed_config
+        # from_pretrained opens another one inside; DeepSpeed counts them.
+        return deepspeed.zero.Init(config_dict_or_path=config) if stage_of(config) == 3 else nullcontext()
+
+    def _replicate(self, name: str, spec: ModelSpec, dtype: torch.dtype) -> ModelHandle:
+        module = _build(name, spec, dtype, nullcontext())
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+        module.to(self.accelerator.device)
+        return _frozen_handle(name, module, module, config=None, select=self.selected)
+
+    def reload(self, handle: ModelHandle, build: Callable[..., nn.Module], *, sharded: bool) -> ModelHandle:
+        """Returns another copy of a model, frozen: under the first one's ZeRO-3 plugin, or whole on every rank."""
+        spec = ModelSpec(build=build, trainable=False)
+        if not sharded:
+            with self.selected(REPLICATED):
+                return self._replicate(handle.name, spec, handle.dtype)
+        import deepspeed
+
+        assert handle.config is not None
+        config = {key: value for key, value in handle.config.items() if key not in ("optimizer", "scheduler")}
+        with self.selected(handle.name):
+            module = _build(handle.name, spec, handle.dtype, self._sharding_at_birth(handle.name))
+            engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
+        return _frozen_handle(handle.name, engine, engine.module, config=config, select=self.selected)
+
+    def _initialize(self, name: str, spec: ModelSpec, module: nn.Module, facts: Facts) -> ModelHandle:
+        import deepspeed
+
+        config = self.plugins[name].deepspeed_config
+        optimizer = _make_optimizer(name, spec, module, config)
+        engine, wrapped, _, engine_scheduler = deepspeed.initialize(
+            model=module,
+            optimizer=optimizer,
+            model_parameters=_trainable_parameters(module) if spec.trainable and optimizer is None else None,
+            config=config,
+            dist_init_required=False,
+        )
+        if spec.trainable and optimizer is None:
+            optimizer = engine.basic_optimizer
+        scheduler = None
+        if spec.trainable and engine_scheduler is None and spec.scheduler is not None:
+            assert optimizer is not None
+            scheduler = _fill_autos(spec.scheduler, facts.num_updates)(optimizer)
+        return ModelHandle(
+            name,
+            engine=engine,
+            module=engine.module,
+            trainable=spec.trainable,
+            config=config,
+            accumulation=facts.accumulation,
+            optimizer=optimizer if spec.trainable else None,
+            scheduler=scheduler,
+            schedule=_name_of(engine_scheduler or spec.scheduler),
+            select=self.selected,
+        )
+
+
+def _frozen_handle(
+    name: str, engine: nn.Module, module: nn.Module, *, config: Config | None, select: Callable[[str], Any]
+) -> ModelHandle:
+    return ModelHandle(
+        name,
+        engine=engine,
+        module=module,
+        trainable=False,
+        config=config,
+        accumulation=1,
+        optimizer=None,
+        scheduler=None,
+        schedule="none",
+        select=select,
+    )
+
+
+def automatic_dtype(device: torch.device) -> torch.dtype:
+    """Returns bfloat16 where the hardware computes in it, else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    if device.type == "cpu":
+        # Without these instructions a CPU is 20 times slower in bfloat16 than in float32.
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return torch.bfloat16
+
+
+def _clear_launcher_settings() -> None:
+    """Removes what `accelerate launch` left for a single plugin: here each model has its own."""
+    if os.environ.pop("ACCELERATE_USE_CPU", None) and torch.cuda.is_available():
+        raise ConfigError(
+            "ACCELERATE_USE_CPU is set, which switches DeepSpeed off; to run on the CPU, unset it and set "
+            "CUDA_VISIBLE_DEVICES= (empty)"
+        )
+    for name in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+        if any(word in name for word in ("DEEPSPEED", "CONFIG_DS", "GRADIENT", "MIXED_PRECISION")):
+            value = os.environ.pop(name)
+            if name != "ACCELERATE_USE_DEEPSPEED" and value not in ("", "no", "1"):
+                log.info("ignoring %s=%s of the launcher: each model has its own plugin", name, value)
+
+
+def _config_of(name: str, plugin: Plugin) -> Config:
+    if isinstance(plugin, DeepSpeedPlugin):
+        # A copy: Accelerate writes into it, and `auto` must still be seen when the models are known.
+        return read_plugin(f"models.{name}.plugin", plugin.deepspeed_config)
+    return read_plugin(f"models.{name}.plugin", plugin)
+
+
+def _plugin_of(config: Config) -> DeepSpeedPlugin:
+    plain = {"zero_optimization": {"stage": 0}, **{key: value for key, value in config.items() if value != AUTO}}
+    return DeepSpeedPlugin(hf_ds_config=plain)
+
+
+def _accelerator(plugins: dict[str, DeepSpeedPlugin], timeout_seconds: int) -> Accelerator:
+    on_gpu = torch.cuda.is_available()
+    # Without a backend Accelerate believes, on a CPU, that there is one process.
+    group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_seconds))
+    return Accelerator(
+        deepspeed_plugins=plugins or None,
+        kwargs_handlers=[group],
+        mixed_precision="no",  # each model's plugin says its own
+    )
+
+
+def _check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, device: torch.device) -> None:
+    optimizer = _name_of(spec.optimizer) if spec.optimizer is not None else None
+    problems = check_plugin(name, config, trainable=spec.trainable, optimizer=optimizer)
+    if spec.trainable and optimizer is None and "optimizer" not in config:
+        problems.append(f"models.{name} is trainable but has no optimizer; give ModelSpec(optimizer=...)")
+    if dtype == torch.float16 and device.type == "cpu":
+        problems.append(f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _facts(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.device) -> Facts:
+    accumulation = spec.gradient_accumulation_steps or run.accumulation
+    return Facts(
+        micro_batch=run.batch_size,
+        accumulation=accumulation,
+        world_size=distributed.world_size(),
+        dtype=dtype,
+        trainable=spec.trainable,
+        max_grad_norm=spec.max_grad_norm,
+        num_updates=run.num_steps * (run.accumulation // accumulation),
+        optimizer=_keywords(spec.optimizer),
+        scheduler=_keywords(spec.scheduler),
+        on_gpu=device.type == "cuda",
+    )
+
+
+def _name_of(maker: Any) -> str:
+    """Returns the name of a function, a partial of one, or an object's class; "constant" for none."""
+    function = maker.func if isinstance(maker, functools.partial) else maker
+    return "constant" if function is None else str(getattr(function, "__name__", type(function).__name__))
+
+
+def _keywords(function: Any) -> Mapping[str, Any]:
+    return function.keywords if isinstance(function, functools.partial) else {}
+
+
+def _fill_autos(function: Callable[..., Any], num_updates: int) -> Callable[..., Any]:
+    filled = {key: num_updates for key, value in _keywords(function).items() if value == AUTO}
+    return functools.partial(function, **filled)
+
+
+def _build(name: str, spec: ModelSpec, dtype: torch.dtype, sharding: Any) -> nn.Module:
+    arguments = {"dtype": dtype} if "dtype" in inspect.signature(spec.build).parameters else {}
+    try:
+        with sharding:
+            module = spec.build(**arguments)
+    except Exception as error:
+        error.add_note(f"raised while building models.{name}")
+        raise
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"models.{name}.build must return a torch.nn.Module, but returned {type(module).__name__}")
+    if spec.trainable:
+        if spec.freeze:
+            from trainer.models import freeze
+
+            freeze(module, spec.freeze)
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            raise ConfigError(f"models.{name} is trainable, but none of its parameters requires a gradient")
+        return module.train()
+    return module.requires_grad_(False).eval()
+
+
+def _hidden_size(module: nn.Module) -> int | None:
+    config = getattr(module, "config", None)
+    size = getattr(config, "hidden_size", None)
+    return int(size) if isinstance(size, int) else None
+
+
+def _trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _make_optimizer(name: str, spec: ModelSpec, module: nn.Module, config: Config) -> Optimizer | None:
+    if not spec.trainable or "optimizer" in config:
+        return None
+    assert spec.optimizer is not None
+    try:
+        return spec.optimizer(_trainable_parameters(module))
+    except (TypeError, ValueError) as error:
+        error.add_note(f"raised while making models.{name}.optimizer for {dtype_name(next(module.parameters()).dtype)}")
+        raise

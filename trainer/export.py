@@ -1,0 +1,110 @@
+"""Writes trained models as folders that others can load, and proves it by loading and scoring them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_model, save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from trainer import distributed
+from trainer.handle import ModelHandle, gathered_state_dict
+from trainer.trainer import MultiModelTrainer
+
+log = logging.getLogger(__name__)
+
+WEIGHTS, BUILD = "model.safetensors", "build.yaml"
+
+
+class ExportError(RuntimeError):
+    """An exported model is incomplete, or scores otherwise than the one in memory."""
+
+
+def export_model(
+    handle: ModelHandle, folder: Path, *, tokenizer: PreTrainedTokenizerBase | None, build: Mapping[str, Any]
+) -> None:
+    """Writes a model's weights, whole also when they are sharded; every rank must call it.
+
+    A transformers model becomes a folder for `from_pretrained`, with its tokenizer; another module becomes
+    model.safetensors beside build.yaml, the node of the configuration that makes it.
+    """
+    state = gathered_state_dict(handle.module)
+    if distributed.is_main():
+        _check_complete(handle, state)
+        folder.mkdir(parents=True)
+        if isinstance(handle.module, PreTrainedModel):
+            handle.module.save_pretrained(folder, state_dict=state)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+        else:
+            save_file(_unshared(state), folder / WEIGHTS)
+            (folder / BUILD).write_text(yaml.safe_dump(dict(build), sort_keys=False), encoding="utf-8")
+    distributed.barrier()
+
+
+def rescore(
+    trainer: MultiModelTrainer, name: str, folder: Path, *, build: Callable[..., nn.Module], tolerance: float
+) -> dict[str, float]:
+    """Loads an exported model, validates it in place of the trained one, and returns its metrics.
+
+    Raises ExportError when a metric differs by more than `tolerance`, relative.
+    """
+    trained = trainer.models[name]
+    if isinstance(trained.module, PreTrainedModel):
+        reloaded = trainer.engines.reload(trained, partial(_load_pretrained, folder), sharded=trained.stage == 3)
+    else:
+        reloaded = trainer.engines.reload(trained, partial(_load_module, folder, build), sharded=False)
+    trainer.models[name] = reloaded
+    try:
+        metrics, _ = trainer.evaluate()
+    finally:
+        trainer.models[name] = trained
+    _check_same(name, folder, trainer.after, metrics, tolerance)
+    return metrics
+
+
+def _load_pretrained(folder: Path, dtype: torch.dtype) -> nn.Module:
+    from trainer.models import causal_lm
+
+    return causal_lm(str(folder), dtype=dtype)
+
+
+def _load_module(folder: Path, build: Callable[..., nn.Module]) -> nn.Module:
+    module = build()
+    load_model(module, folder / WEIGHTS)
+    return module
+
+
+def _check_complete(handle: ModelHandle, state: Mapping[str, torch.Tensor]) -> None:
+    empty = [key for key, value in state.items() if value.numel() == 0]
+    if empty or not state:
+        raise ExportError(f"{handle.name}: {len(empty)} of {len(state)} tensors are empty, such as {empty[:1]}")
+
+
+def _unshared(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors, each stored once: safetensors refuses two names for one storage."""
+    seen: set[int] = set()
+    kept = {}
+    for key, value in state.items():
+        if value.data_ptr() not in seen:
+            seen.add(value.data_ptr())
+            kept[key] = value.contiguous()
+    return kept
+
+
+def _check_same(
+    name: str, folder: Path, before: Mapping[str, float], after: Mapping[str, float], tolerance: float
+) -> None:
+    for metric, value in before.items():
+        if metric in after and abs(after[metric] - value) > tolerance * max(abs(value), 1.0):
+            raise ExportError(
+                f"{name} scores {metric} {value:.6g} in memory, but {after[metric]:.6g} when loaded from {folder}; "
+                f"the largest difference allowed is export.tolerance={tolerance}"
+            )

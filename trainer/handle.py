@@ -1,0 +1,192 @@
+"""One model of a run: called like the model, stepped by the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer import distributed
+from trainer.plugins import Config, stage_of
+
+
+class ModelHandle:
+    """A model under its own plugin.
+
+    Args:
+        engine: The DeepSpeed engine, or the module itself for a replicated frozen model.
+        config: The resolved DeepSpeed configuration, None without an engine.
+        optimizer: The one that was given to the engine or that the engine made from its configuration.
+        scheduler: Stepped here once per applied update; None when the engine steps its own.
+        schedule: The scheduler's name, for people.
+        select: Makes this model's plugin the active one for a while.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        engine: nn.Module,
+        module: nn.Module,
+        trainable: bool,
+        config: Config | None,
+        accumulation: int,
+        optimizer: Optimizer | None,
+        scheduler: LRScheduler | None,
+        schedule: str,
+        select: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self.name, self.engine, self.module, self.trainable = name, engine, module, trainable
+        self.config, self.accumulation = config, accumulation
+        self.optimizer, self.scheduler, self.schedule = optimizer, scheduler, schedule
+        self.num_updates = 0
+        self._select = select
+        self._used_lr: float | None = None
+        self._grad_norm: float | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the model's outputs, through the wrapper that gathers sharded weights; frozen: without a graph.
+
+        A gradient *through* a frozen model, to its inputs, goes by `handle.module(...)`.
+        """
+        if self.trainable:
+            return self.engine(*args, **kwargs)
+        with torch.no_grad():
+            return self.engine(*args, **kwargs)
+
+    def generate(self, **kwargs: Any) -> Tensor:
+        """Returns generated token ids, (B, T), as transformers' `generate`; every rank must call it."""
+        # Ranks that stop early must go on helping the others to gather sharded weights.
+        synced = self.stage == 3 and distributed.world_size() > 1
+        with self.selected(), torch.no_grad():
+            return self.module.generate(synced_gpus=synced, **kwargs)  # type: ignore[operator]
+
+    def selected(self) -> AbstractContextManager[None]:
+        """Returns a context in which this model's plugin is the active one."""
+        return self._select(self.name)
+
+    # What the trainer does with it -----------------------------------------------------------------------------------
+
+    def set_boundary(self, is_boundary: bool) -> None:
+        """Says, before a forward, whether its backward is the last one before the update."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary)  # type: ignore[operator]
+
+    def backward(self, loss: Tensor) -> None:
+        """Backpropagates a loss that carries its weight in the global batch."""
+        self.engine.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
+
+    def step(self) -> None:
+        """Clips, updates, zeroes the gradients and moves the schedule on, unless the engine skips the update."""
+        assert self.optimizer is not None, f"{self.name} is frozen"
+        self._used_lr = float(self.optimizer.param_groups[0]["lr"])
+        norm = self._norm_of_plain_gradients() if self._is_plain_data_parallel() else None
+        self.engine.step()  # type: ignore[operator]
+        norm = self.engine.get_global_grad_norm() if norm is None else norm  # type: ignore[operator]
+        self._grad_norm = None if norm is None else float(norm)
+        if self.was_update_applied():
+            self.num_updates += 1
+            if self.scheduler is not None:
+                self.scheduler.step()
+
+    def was_update_applied(self) -> bool:
+        """Returns whether the engine applied the last update; it skips one whose gradients overflowed."""
+        return bool(self.engine.was_step_applied())  # type: ignore[operator]
+
+    def _is_plain_data_parallel(self) -> bool:
+        return self.stage == 0 and self.dtype == torch.float32
+
+    def _norm_of_plain_gradients(self) -> Tensor:
+        # ZeRO-0 in float32 has no DeepSpeed optimizer that would compute one.
+        return nn.utils.get_total_norm(
+            [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        )
+
+    def set_training(self, mode: bool) -> None:
+        """Puts a trained model into training or evaluation mode; a frozen one is always in evaluation mode."""
+        self.module.train(mode and self.trainable)
+
+    # What it is --------------------------------------------------------------------------------------------------------
+
+    @property
+    def stage(self) -> int | None:
+        """The ZeRO stage, None without an engine."""
+        return None if self.config is None else stage_of(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of the weights that the forward uses."""
+        return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of weights of the whole model, sharded or not."""
+        return sum(_numel(parameter) for parameter in self.module.parameters())
+
+    @property
+    def num_trainable(self) -> int:
+        """The number of weights that receive a gradient."""
+        return sum(_numel(parameter) for parameter in self.module.parameters() if parameter.requires_grad)
+
+    def local_bytes(self) -> int:
+        """Returns the memory that this rank's part of the weights takes, in bytes."""
+        return sum(local.numel() * local.element_size() for local in self.local_weights())
+
+    def local_weights(self) -> Iterator[Tensor]:
+        """Yields this rank's part of each weight: all of it, or its ZeRO-3 partition."""
+        for parameter in self.module.parameters():
+            yield parameter.ds_tensor if is_sharded(parameter) else parameter.data
+
+    def learning_rate(self) -> float | None:
+        """Returns the rate of the last update."""
+        return self._used_lr
+
+    def grad_norm(self) -> float | None:
+        """Returns the norm of the last update's gradient over all ranks, before clipping."""
+        return self._grad_norm
+
+    def fingerprint(self) -> list[int]:
+        """Returns a number per weight that changes when any bit of this rank's part does."""
+        return [_checksum(local) for local in self.local_weights()]
+
+
+def is_sharded(parameter: nn.Parameter) -> bool:
+    """Returns whether ZeRO-3 holds the parameter in partitions."""
+    from deepspeed.runtime.zero.partition_parameters import is_zero_param
+
+    return bool(is_zero_param(parameter))
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return int(parameter.ds_numel) if is_sharded(parameter) else parameter.numel()
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _checksum(values: Tensor) -> int:
+    bits = values.detach().reshape(-1).view(_INTEGERS[values.element_size()])
+    return int(bits.sum(dtype=torch.int64).item())
+
+
+def gathered_state_dict(module: nn.Module) -> dict[str, Tensor]:
+    """Returns all weights and buffers on the CPU of rank 0, {} elsewhere; every rank must call it.
+
+    Weights that share storage still do in the result.
+    """
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+    state: dict[str, Tensor] = {}
+    copies: dict[int, Tensor] = {}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in copies:
+            sharded = [value] if isinstance(value, nn.Parameter) and is_sharded(value) else []
+            with GatheredParameters(sharded):
+                copies[id(value)] = value.detach().to("cpu", copy=True) if distributed.is_main() else value
+        if distributed.is_main():
+            state[key] = copies[id(value)]
+    return state

@@ -1,0 +1,176 @@
+"""Sends a run's numbers to Weights & Biases, or keeps them for a later `wandb sync`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import ConfigError
+from trainer.heartbeat import sign_of_life
+from trainer.loggers.safety import Fuse, without_secrets
+
+if TYPE_CHECKING:
+    import wandb
+
+log = logging.getLogger(__name__)
+
+MODES = ("auto", "online", "offline")
+STEP = "trainer/global_step"
+CONNECT_SECONDS = 20.0  # wandb's own 90 leave a run without network waiting in silence
+FINISH_SECONDS = 120.0
+
+
+class WandbLogger:
+    """Logs to wandb; asks nothing, and a failure of wandb ends this logger with one warning, never the run.
+
+    Numbers carry our step under `trainer/global_step` instead of wandb's own step, which drops what goes back.
+
+    Args:
+        mode: "auto": online after `wandb login`, else offline. "online" without a login is offline too, with a warning.
+    """
+
+    def __init__(
+        self,
+        *,
+        project: str,
+        mode: str = "auto",
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+    ) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"logger.wandb.mode={mode} is none of {', '.join(MODES)}")
+        self.project, self.mode, self.entity, self.group, self.tags = project, mode, entity, group, list(tags)
+        self._run: wandb.Run | None = None
+        self._fuse = Fuse("wandb")
+        self._offline_folder: Path | None = None
+
+    def start(self, *, folder: Path, config: Mapping[str, Any], name: str) -> None:
+        with self._fuse.guard("starting"), sign_of_life("starting wandb"):
+            import wandb
+
+            logging.getLogger("wandb").propagate = False  # it keeps a debug.log of its own
+            wandb.setup(wandb.Settings(silent=True))
+            mode = self._resolved_mode()
+            options = {
+                "project": self.project,
+                "entity": self.entity,
+                "group": self.group,
+                "tags": self.tags,
+                "name": name,
+                "id": _run_id(folder),
+                "resume": "allow",
+                "dir": folder,
+                "config": without_secrets(config),
+                "settings": _settings(),
+            }
+            self._run = _connect(options) if mode == "online" else wandb.init(mode=mode, **options)
+            self._run.define_metric(STEP)
+            self._run.define_metric("*", step_metric=STEP)
+            self._tell_where()
+
+    def _resolved_mode(self) -> Any:
+        wanted = os.environ.get("WANDB_MODE", "online") if self.mode == "auto" else self.mode
+        if wanted != "online" or _has_login():
+            return wanted
+        if self.mode == "online":
+            log.warning("logger.wandb.mode=online, but there is no login on this machine (`wandb login`): offline")
+        return "offline"
+
+    def _tell_where(self) -> None:
+        assert self._run is not None
+        if self._run.offline:
+            self._offline_folder = Path(self._run.settings.sync_dir)
+        elif self._run.url:
+            log.info("wandb: %s", self._run.url)
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
+        self._log({**metrics, STEP: step})
+
+    def log_table(self, name: str, *, columns: Sequence[str], rows: Sequence[Sequence[str]], step: int) -> None:
+        if self._run is None or self._fuse.is_blown:
+            return
+        import wandb
+
+        with self._fuse.guard("logging a table"):
+            table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+            self._run.log({name: table, STEP: step})
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        if self._run is None or self._fuse.is_blown:
+            return
+        with self._fuse.guard("logging"):
+            self._run.log(dict(values))
+
+    def close(self, *, status: str) -> None:
+        if self._fuse.is_blown:
+            _abandon()
+        if self._run is None or self._fuse.is_blown:
+            return
+        with self._fuse.guard("finishing"):
+            self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+            if self._offline_folder is not None:
+                log.info("wandb was offline; to upload: wandb sync %s", shlex.quote(_relative(self._offline_folder)))
+
+
+def _connect(options: dict[str, Any]) -> wandb.Run:
+    """Returns an online run, or an offline one when wandb cannot be reached or refuses."""
+    import wandb
+
+    try:
+        return wandb.init(mode="online", **options)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0]
+        log.info("wandb: starting online failed", exc_info=True, extra={"file_only": True})
+        log.warning("wandb cannot start online (%s: %s): offline", type(error).__name__, reason)
+    _abandon()  # its service believes that the run's id is in use
+    return wandb.init(mode="offline", **options)
+
+
+def _abandon() -> None:
+    """Gives up wandb's service process, which would complain at the interpreter's exit if it has died."""
+    try:
+        import wandb
+
+        wandb.teardown(exit_code=1)
+    except Exception:
+        log.info("wandb: ending its service failed", exc_info=True, extra={"file_only": True})
+
+
+def _settings() -> wandb.Settings:
+    import wandb
+
+    # console="off": run.log has what the terminal shows, and wandb's wrapping of it makes it look like no terminal.
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        disable_job_creation=True,
+        init_timeout=CONNECT_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+    )
+
+
+def _has_login() -> bool:
+    """Returns whether wandb finds a key by itself: environment, netrc or settings; never asks for one."""
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    host = wandb.setup().settings.base_url
+    return wbauth.authenticate_session(host=host, source="trainer", prompt=False, update_session=False) is not None
+
+
+def _run_id(folder: Path) -> str:
+    """Returns the id kept in the run's folder, so that a resumed run goes on in the same place."""
+    file = folder / "wandb_run_id.txt"
+    if not file.exists():
+        file.write_text(secrets.token_hex(4) + "\n")
+    return file.read_text().strip()
+
+
+def _relative(path: Path) -> str:
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -1,0 +1,97 @@
+"""The plan of a run: one table that says how each model is held, stepped and scheduled."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import rich
+from rich.console import Console
+from rich.table import Table
+
+from trainer.plugins import Config, dtype_name
+
+if TYPE_CHECKING:
+    from trainer.handle import ModelHandle
+    from trainer.trainer import MultiModelTrainer
+
+COLUMNS = (
+    "model", "role", "plugin", "offload", "parameters", "this rank", "dtype", "micro-batch", "accumulation", "clipping",
+    "optimizer", "schedule",
+)  # fmt: skip
+
+
+def show_plan(trainer: MultiModelTrainer, *, batch_size: int) -> None:
+    """Prints the plan, and saves it as plan.txt where the run has a folder."""
+    table = plan_table(trainer, batch_size=batch_size)
+    rich.print(table)
+    if trainer.folder is not None:
+        (trainer.folder / "plan.txt").write_text(plan_text(table), encoding="utf-8")
+
+
+def plan_table(trainer: MultiModelTrainer, *, batch_size: int) -> Table:
+    """Returns one row per model; "this rank" is the memory of its part of the weights."""
+    table = Table(title=f"{trainer.max_steps} steps on {_ranks(trainer.world_size)}, {trainer.device.type}")
+    for column in COLUMNS:
+        table.add_column(column)
+    for row in plan_rows(trainer.models, batch_size=batch_size):
+        table.add_row(*row)
+    return table
+
+
+def plan_rows(models: Mapping[str, ModelHandle], *, batch_size: int) -> list[list[str]]:
+    """Returns the cells of the plan, in the order of COLUMNS."""
+    return [_row(model, batch_size) for model in models.values()]
+
+
+def plan_text(table: Table) -> str:
+    """Returns the table as plain text, to be saved."""
+    out = io.StringIO()
+    Console(file=out, width=200, color_system=None).print(table)
+    return out.getvalue()
+
+
+def _row(model: ModelHandle, batch_size: int) -> list[str]:
+    config = model.config or {}
+    trained = model.trainable
+    return [
+        model.name,
+        "trained" if trained else "frozen",
+        "replicate" if model.stage is None else f"ZeRO-{model.stage}",
+        _offload(config),
+        _count(model.num_parameters) + (f" ({_count(model.num_trainable)} trained)" if _is_partial(model) else ""),
+        f"{model.local_bytes() / 1e9:.3f} GB",
+        dtype_name(model.dtype),
+        str(batch_size),
+        str(model.accumulation) if trained else "-",
+        _clipping(config) if trained else "-",
+        type(model.optimizer).__name__ if trained else "-",
+        model.schedule if trained else "-",
+    ]
+
+
+def _is_partial(model: ModelHandle) -> bool:
+    return model.trainable and model.num_trainable < model.num_parameters
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _count(number: int) -> str:
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return str(number)
+
+
+def _offload(config: Config) -> str:
+    zero = config.get("zero_optimization", {})
+    parts = {"optimizer": "offload_optimizer", "weights": "offload_param"}
+    devices = {part: (zero.get(block) or {}).get("device", "none") for part, block in parts.items()}
+    return ", ".join(f"{part} on {device}" for part, device in devices.items() if device != "none") or "-"
+
+
+def _clipping(config: Config) -> str:
+    return str(config["gradient_clipping"]) if config.get("gradient_clipping") else "off"

@@ -1,0 +1,416 @@
+"""DeepSpeed configurations of the models: read, checked, and every `auto` resolved to a plain value."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hjson
+import torch
+from pydantic import BaseModel, ValidationError
+
+from trainer.config import ConfigError
+
+Config = dict[str, Any]
+
+AUTO = "auto"
+REPLICATE = "replicate"  # the whole plugin of a frozen model without an engine
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+# DeepSpeed 0.19.8 takes any other top-level key without a word (runtime/config.py, runtime/constants.py).
+SCALAR_TYPES: dict[str, tuple[type, ...]] = {
+    "train_batch_size": (int,),
+    "train_micro_batch_size_per_gpu": (int,),
+    "gradient_accumulation_steps": (int,),
+    "steps_per_print": (int, float),
+    "gradient_clipping": (int, float),
+    "prescale_gradients": (bool,),
+    "gradient_predivide_factor": (int, float),
+    "gradient_allreduce_op": (str,),
+    "communication_data_type": (str,),
+    "seq_parallel_communication_data_type": (str,),
+    "disable_allgather": (bool,),
+    "disable_python_gc": (bool,),
+    "dump_state": (bool,),
+    "wall_clock_breakdown": (bool,),
+    "memory_breakdown": (bool,),
+    "dataloader_drop_last": (bool,),
+    "zero_allow_untested_optimizer": (bool,),
+    "zero_force_ds_cpu_optimizer": (bool,),
+    "use_data_before_expert_parallelism": (bool,),
+    "log_level": (str,),
+    "sequence_parallel_size": (int,),
+}
+BLOCKS = frozenset(
+    "zero_optimization bf16 fp16 optimizer scheduler torch_autocast data_types checkpoint activation_checkpointing "
+    "aio flops_profiler comms_logger tensorboard wandb csv_monitor comet monitor_config timers compile hybrid_engine "
+    "tensor_parallel expert_parallel weight_quantization data_efficiency curriculum_learning autotuning elasticity "
+    "pipeline compression_training sparse_attention eigenvalue progressive_layer_drop datastates_ckpt nebula "
+    "use_node_local_storage python_gc amp".split()
+)
+UNSUPPORTED = {
+    "managed_gradient_accumulation": "the trainer owns the accumulation boundary; remove the key",
+    "amp": "NVIDIA Apex AMP is not supported; set models.<name>.dtype",
+    "pipeline": "pipeline engines are not supported",
+    "elasticity": "it changes the batch size behind the trainer's back; remove the block",
+    "sparse_attention": "DeepSpeed removed it",
+}
+
+# Optimizers whose step DeepSpeed runs on the CPU; any other one would be slow, or be replaced without a word.
+OFFLOAD_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
+
+
+@dataclass(kw_only=True)
+class Facts:
+    """What `auto` values of one model follow from."""
+
+    micro_batch: int
+    accumulation: int
+    world_size: int
+    dtype: torch.dtype
+    trainable: bool
+    max_grad_norm: float | None = None
+    num_updates: int = 1
+    optimizer: Mapping[str, Any] = field(default_factory=dict)  # lr, betas, eps, weight_decay... of the task
+    scheduler: Mapping[str, Any] = field(default_factory=dict)  # warmup_steps... of the task
+    hidden_size: int | None = None  # known once the model is built
+    on_gpu: bool = False
+
+    def warmup_updates(self) -> int:
+        """Returns the number of updates the schedule warms up for; a share of them below 1."""
+        warmup = self.scheduler.get("warmup_steps", 0)
+        return max(1, round(warmup * self.num_updates if 0 < warmup < 1 else warmup))
+
+
+# Reading ------------------------------------------------------------------------------------------------------------
+
+
+def read_plugin(key: str, plugin: Mapping[str, Any] | str | Path) -> Config:
+    """Returns the DeepSpeed configuration of a preset's node, a dict, or the path of a JSON file.
+
+    Args:
+        key: Where the plugin stands, for errors: models.student.plugin.
+    """
+    if isinstance(plugin, (str, Path)):
+        return _read_file(key, Path(plugin))
+    config = copy.deepcopy(dict(plugin))
+    if "path" not in config:
+        return config
+    path = config.pop("path")
+    return _merge(_read_file(f"{key}.path", Path(path)), config)
+
+
+def _read_file(key: str, path: Path) -> Config:
+    if not path.is_file():
+        raise ConfigError(f"{key}={path} is no file; give the path of a DeepSpeed JSON, relative to {Path.cwd().name}/")
+    try:
+        # hjson, as in DeepSpeed itself: takes comments and trailing commas.
+        loaded = hjson.loads(path.read_text(), object_pairs_hook=_refuse_duplicates)
+    except (hjson.HjsonDecodeError, ValueError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}={path} is no valid DeepSpeed JSON: {str(error).splitlines()[0]}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"{key}={path} must hold a JSON object, but holds a {type(loaded).__name__}")
+    return loaded
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> Config:
+    keys = [key for key, _ in pairs]
+    repeated = sorted({key for key in keys if keys.count(key) > 1})
+    if repeated:
+        raise ValueError(f"key '{repeated[0]}' stands twice in one object")
+    return dict(pairs)
+
+
+def _merge(base: Config, changes: Mapping[str, Any]) -> Config:
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+    return base
+
+
+def uses_engine(config: Mapping[str, Any]) -> bool:
+    """Returns whether the model gets a DeepSpeed engine."""
+    return not config.get(REPLICATE, False)
+
+
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Returns the ZeRO stage."""
+    return int(config.get("zero_optimization", {}).get("stage", 0))
+
+
+# Checking -----------------------------------------------------------------------------------------------------------
+
+
+def check_plugin(name: str, plugin: Mapping[str, Any], *, trainable: bool, optimizer: str | None) -> list[str]:
+    """Returns every problem of one model's plugin: unknown keys, wrong types, illegal combinations.
+
+    Args:
+        optimizer: Name of the optimizer's class that the task gives, None for none.
+    """
+    key = f"models.{name}.plugin"
+    try:
+        config = read_plugin(key, plugin)
+    except ConfigError as error:
+        return error.problems
+    if not config:
+        return [f"{key} is missing; choose one: plugin@{key}=zero2 (frozen models: replicate or zero3_inference)"]
+    if not uses_engine(config):
+        return _check_replicate(key, name, config, trainable)
+    problems = list(_check_keys(key, config)) + list(_check_blocks(key, config))
+    if not problems:
+        problems = list(_check_combination(key, name, config, trainable, optimizer))
+    return problems
+
+
+def check_plugins(models: Mapping[str, Mapping[str, Any]], overrides: list[str]) -> list[str]:
+    """Returns every problem of all models' plugins.
+
+    Args:
+        models: `models` of the configuration, as plain containers.
+        overrides: The command line's, to tell an optimizer that the user asked for from a task's default.
+    """
+    problems: list[str] = []
+    for name, model in models.items():
+        target = (model.get("optimizer") or {}).get("_target_")
+        optimizer = str(target).rpartition(".")[2] if target else None
+        plugin = model.get("plugin") or {}
+        found = check_plugin(name, plugin, trainable=model.get("trainable", True), optimizer=optimizer)
+        problems += found
+        if not found:
+            problems += _check_twice_given(name, read_plugin(f"models.{name}.plugin", plugin), overrides)
+    return problems
+
+
+def _check_twice_given(name: str, config: Config, overrides: list[str]) -> Iterator[str]:
+    for part in ("optimizer", "scheduler"):
+        chosen = [text for text in overrides if text.startswith(f"{part}@models.{name}.{part}=")]
+        if part in config and chosen:
+            yield (
+                f"{chosen[0]} and the '{part}' block of models.{name}.plugin both choose the {part}; "
+                f"drop one of them (`~models.{name}.plugin.{part}` drops the block of a preset)"
+            )
+
+
+def _check_replicate(key: str, name: str, config: Config, trainable: bool) -> list[str]:
+    if trainable:
+        return [
+            f"{key}=replicate has no engine, but models.{name} is trained; "
+            f"choose plugin@{key}=zero0, zero1, zero2 or zero3, or set models.{name}.trainable=false"
+        ]
+    extra = sorted(set(config) - {REPLICATE})
+    return [f"{key}.{extra[0]} has no effect beside replicate=true; choose plugin@{key}=zero3_inference"] if extra else []
+
+
+def _check_keys(key: str, config: Config) -> Iterator[str]:
+    known = sorted(BLOCKS | set(SCALAR_TYPES))
+    for name, value in config.items():
+        if name in UNSUPPORTED:
+            yield f"{key}.{name} is not supported: {UNSUPPORTED[name]}"
+        elif name not in known:
+            yield f"{key}.{name} is no DeepSpeed key, and DeepSpeed would ignore it{_did_you_mean(name, known)}"
+        elif name in SCALAR_TYPES and value != AUTO and not _is_of(value, SCALAR_TYPES[name]):
+            expected = " or ".join(kind.__name__ for kind in SCALAR_TYPES[name])
+            yield f"{key}.{name}={value!r} must be {expected}, but is {type(value).__name__}"
+
+
+def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+def _check_blocks(key: str, config: Config) -> Iterator[str]:
+    for name, schema in _block_schemas().items():
+        block = config.get(name)
+        if block is None:
+            continue
+        if not isinstance(block, dict):
+            yield f"{key}.{name}={block!r} must be a mapping"
+            continue
+        try:
+            schema(**_without_autos(block))
+        except ValidationError as error:
+            yield from (_explain(f"{key}.{name}", schema, item) for item in error.errors())
+        except (ValueError, AssertionError) as error:
+            yield f"{key}.{name}: {error}"
+    for name in ("optimizer", "scheduler"):
+        block = config.get(name)
+        if block is not None and not (isinstance(block, dict) and isinstance(block.get("type"), str)):
+            yield f"{key}.{name}={block!r} must be a mapping with 'type' and 'params'"
+
+
+def _block_schemas() -> dict[str, type[BaseModel]]:
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    return {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
+
+
+def _without_autos(block: Mapping[str, Any]) -> Config:
+    plain = {key: _without_autos(value) if isinstance(value, Mapping) else value for key, value in block.items()}
+    return {key: value for key, value in plain.items() if value != AUTO}
+
+
+def _explain(key: str, schema: type[BaseModel], item: Mapping[str, Any]) -> str:
+    path = [str(part) for part in item["loc"]]
+    where = ".".join([key, *path])
+    if item["type"] == "extra_forbidden":
+        known = [alias for name, info in schema.model_fields.items() for alias in (info.alias or name,)]
+        return f"{where} is no DeepSpeed key{_did_you_mean(path[-1], known) if len(path) == 1 else ''}"
+    return f"{where}={item.get('input')!r}: {item['msg']}"
+
+
+def _did_you_mean(word: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _check_combination(
+    key: str, name: str, config: Config, trainable: bool, optimizer: str | None
+) -> Iterator[str]:
+    stage = stage_of(config)
+    if not trainable and stage != 3:
+        yield (
+            f"{key} is ZeRO-{stage}, but models.{name} is frozen: stages 0 to 2 shard or reduce for an optimizer, which "
+            f"a frozen model lacks; choose plugin@{key}=zero3_inference (sharded) or replicate (whole on every rank)"
+        )
+        return
+    zero = config.get("zero_optimization", {})
+    if _offloads(zero, "offload_param") and stage != 3:
+        yield f"{key}.zero_optimization.offload_param needs stage 3, but the stage is {stage}"
+    if not trainable:
+        return
+    if _offloads(zero, "offload_optimizer") and stage == 0:
+        yield f"{key}.zero_optimization.offload_optimizer needs stage 1, 2 or 3, but the stage is 0"
+    if _offloads(zero, "offload_optimizer") and "optimizer" not in config:
+        yield from _check_offloaded_optimizer(key, name, config, optimizer)
+
+
+def _check_offloaded_optimizer(key: str, name: str, config: Config, optimizer: str | None) -> Iterator[str]:
+    if optimizer is None or optimizer in OFFLOAD_OPTIMIZERS or config.get("zero_force_ds_cpu_optimizer") is False:
+        return
+    yield (
+        f"models.{name}.optimizer is {optimizer}, but {key} offloads the optimizer to the CPU, where Accelerate would "
+        f"replace it by DeepSpeedCPUAdam without a word; choose optimizer@models.{name}.optimizer=cpu_adamw, or keep "
+        f"{optimizer} (slower) with {key}.zero_force_ds_cpu_optimizer=false"
+    )
+
+
+def _offloads(zero: Mapping[str, Any], block: str) -> bool:
+    return (zero.get(block) or {}).get("device", "none") not in ("none", None, AUTO)
+
+
+# Resolving ----------------------------------------------------------------------------------------------------------
+
+
+def resolve(key: str, config: Mapping[str, Any], facts: Facts) -> Config:
+    """Returns the configuration with every `auto` replaced and everything that DeepSpeed defaults badly written out.
+
+    Raises ConfigError for an `auto` that nothing says the value of, and for a batch key that differs from the run's.
+    """
+    resolved: Config = copy.deepcopy(dict(config))
+    _set_batch(key, resolved, facts)
+    _set_dtype(key, resolved, facts)
+    zero = resolved.setdefault("zero_optimization", {"stage": 0})
+    # True patches torch.nn.functional.linear for every model of the process.
+    zero["memory_efficient_linear"] = False
+    clipping = resolved.get("gradient_clipping", AUTO)
+    resolved["gradient_clipping"] = (facts.max_grad_norm or 0.0) if clipping == AUTO else clipping
+    resolved.setdefault("steps_per_print", 2**31 - 1)
+    resolved.setdefault("zero_allow_untested_optimizer", True)  # all of torch's work; the tests hold it
+    if not facts.trainable:
+        for block in ("optimizer", "scheduler"):
+            resolved.pop(block, None)
+    if str(resolved.get("scheduler", {}).get("type", "")).startswith("Warmup"):
+        # DeepSpeed's own default is "log", which is not what anyone expects of a warmup
+        resolved["scheduler"].setdefault("params", {}).setdefault("warmup_type", "linear")
+    problems: list[str] = []
+    _replace_autos(key, resolved, "", _autos(facts), problems)
+    if problems:
+        raise ConfigError(*problems)
+    return resolved
+
+
+def _set_batch(key: str, config: Config, facts: Facts) -> None:
+    run = dict(
+        train_batch_size=facts.micro_batch * facts.accumulation * facts.world_size,
+        train_micro_batch_size_per_gpu=facts.micro_batch,
+        gradient_accumulation_steps=facts.accumulation,
+    )
+    given = {name: config[name] for name in BATCH_KEYS if config.get(name, AUTO) != AUTO}
+    if facts.trainable:
+        wrong = [
+            f"{key}.{name}={value}, but the run's is {run[name]} (data.batch_size={facts.micro_batch}, "
+            f"accumulation {facts.accumulation}, {facts.world_size} ranks); write auto there or change the run"
+            for name, value in given.items()
+            if value != run[name]
+        ]
+        if wrong:
+            raise ConfigError(*wrong)
+    config.update(run)
+
+
+def _set_dtype(key: str, config: Config, facts: Facts) -> None:
+    wanted = {"bf16": facts.dtype == torch.bfloat16, "fp16": facts.dtype == torch.float16}
+    for block, enabled in wanted.items():
+        given = config.setdefault(block, {}).get("enabled", AUTO)
+        if given not in (AUTO, enabled):
+            raise ConfigError(
+                f"{key}.{block}.enabled={json.dumps(given)}, but the model's dtype is {dtype_name(facts.dtype)}; "
+                f"write auto there, or set {key.removesuffix('.plugin')}.dtype"
+            )
+        config[block]["enabled"] = enabled
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns "float32" for torch.float32."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _autos(facts: Facts) -> dict[str, Callable[[], Any]]:
+    hidden = facts.hidden_size
+    lr = facts.optimizer.get("lr", 1e-3)
+    return {
+        # as transformers fills them: reduce and prefetch by one square weight, keep small weights whole
+        "zero_optimization.reduce_bucket_size": lambda: hidden * hidden if hidden else int(5e8),
+        "zero_optimization.stage3_prefetch_bucket_size": lambda: int(0.9 * hidden * hidden) if hidden else int(5e7),
+        "zero_optimization.stage3_param_persistence_threshold": lambda: 10 * hidden if hidden else int(1e5),
+        "zero_optimization.offload_optimizer.pin_memory": lambda: facts.on_gpu,
+        "zero_optimization.offload_param.pin_memory": lambda: facts.on_gpu,
+        "optimizer.params.lr": lambda: lr,
+        "optimizer.params.betas": lambda: list(facts.optimizer.get("betas", (0.9, 0.999))),
+        "optimizer.params.eps": lambda: facts.optimizer.get("eps", 1e-8),
+        "optimizer.params.weight_decay": lambda: facts.optimizer.get("weight_decay", 0.0),
+        "optimizer.params.momentum": lambda: facts.optimizer.get("momentum", 0.0),
+        "scheduler.params.warmup_min_lr": lambda: 0.0,
+        "scheduler.params.warmup_max_lr": lambda: lr,
+        "scheduler.params.warmup_num_steps": facts.warmup_updates,
+        "scheduler.params.total_num_steps": lambda: facts.num_updates,
+        "scheduler.params.warmup_type": lambda: "linear",
+    }
+
+
+def _replace_autos(
+    key: str, node: Config, prefix: str, autos: Mapping[str, Callable[[], Any]], problems: list[str]
+) -> None:
+    for name, value in list(node.items()):
+        path = f"{prefix}{name}"
+        if isinstance(value, dict):
+            _replace_autos(key, value, f"{path}.", autos, problems)
+        elif value != AUTO:
+            continue
+        elif path in autos:
+            node[name] = autos[path]()
+        elif prefix in ("zero_optimization.", "bf16.", "fp16."):
+            del node[name]  # DeepSpeed's own default
+        else:
+            problems.append(
+                f"{key}.{path}=auto cannot be resolved: nothing in the run says its value; write a number. "
+                f"Resolved are: batch sizes, accumulation, clipping, precision, zero_optimization.*, and "
+                f"{', '.join(name for name in autos if not name.startswith('zero'))}"
+            )

@@ -1,0 +1,201 @@
+"""What a user reads at the end: the closing table, the samples, and the model card of an export."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import yaml
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+
+Rows = list[list[str]]
+
+# Closing table -------------------------------------------------------------------------------------------------------
+
+
+def closing_rows(
+    *,
+    student: str,
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    reference_name: str | None = None,
+    reference: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
+    num_parameters: Mapping[str, int] | None = None,
+    step_time: float | None = None,
+    tokens_per_s: float | None = None,
+    memory_gb: float | None = None,
+) -> tuple[list[str], Rows]:
+    """Returns the head and the rows of the closing table, as text.
+
+    Args:
+        student: The trained model whose metrics `before` and `after` are ("val/..." to value).
+        labels: Metric without "val/" to how it is written, such as "cross_entropy": "cross-entropy (nats)"; others
+            get spaces for underscores.
+        num_parameters: Model to its number of parameters.
+        step_time: Median seconds of a global step.
+    """
+    values = {f"{student} before": before, f"{student} after": after}
+    models = [student, student]
+    if reference_name is not None:
+        values[reference_name] = reference or {}
+        models.append(reference_name)
+    names = list(dict.fromkeys(name for column in values.values() for name in column))
+    rows = [[_label(name, labels or {}), *(_number(column.get(name)) for column in values.values())] for name in names]
+    sizes = num_parameters or {}
+    if sizes:
+        rows.append(["parameters", *(_size(sizes.get(model)) for model in models)])
+    costs = {"step time (s)": step_time, "tokens/s": tokens_per_s, "peak memory (GB)": memory_gb}
+    blank = [""] * (len(models) - 2)
+    rows += [[label, "", f"{value:.4g}", *blank] for label, value in costs.items() if value is not None]
+    return ["", *values], rows
+
+
+def _label(name: str, labels: Mapping[str, str]) -> str:
+    short = name.removeprefix("val/")
+    return labels.get(short, short.replace("_", " "))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"
+
+
+def _size(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count:,}"
+
+
+def closing_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "held-out text") -> Table:
+    """Returns the rows of `closing_rows` as a table for the terminal; the title stands above the metrics' names."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column(title, no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def sample_panel(columns: Sequence[str], rows: Sequence[Sequence[str]], *, limit: int = 3) -> RenderableType:
+    """Returns the first prompts with each model's answer, a panel per prompt; the first column is the prompt."""
+    return Group(*(_sample(columns, row) for row in rows[:limit]))
+
+
+def _sample(columns: Sequence[str], row: Sequence[str]) -> RenderableType:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, style="bold")
+    table.add_column(overflow="fold")
+    for column, text in zip(columns[1:], row[1:], strict=True):
+        table.add_row(_plain(column), _plain(text) or "(nothing)")
+    return Panel(table, title=_plain(row[0]), title_align="left")
+
+
+def _plain(text: str) -> str:
+    # What a model says may look like rich's markup.
+    return " ".join(text.split()).replace("[", "\\[")
+
+
+# Model card ----------------------------------------------------------------------------------------------------------
+
+
+def model_card(
+    *,
+    name: str,
+    command: str,
+    run_name: str,
+    task: str,
+    is_transformers: bool,
+    base_model: str | None = None,
+    teacher: str | None = None,
+    data: Sequence[str] = (),
+    tags: Sequence[str] = (),
+    license: str | None = None,
+    columns: Sequence[str] = (),
+    rows: Sequence[Sequence[str]] = (),
+    title: str = "held-out text",
+    sample_columns: Sequence[str] = (),
+    sample_rows: Sequence[Sequence[str]] = (),
+    versions: Mapping[str, str] | None = None,
+    notes: str = "",
+) -> str:
+    """Returns a README.md with front matter for an exported model; needs no network.
+
+    Args:
+        name: The model's role, such as "student".
+        run_name: What identifies the run, such as its folder or its configuration's hash.
+        base_model: What it was started from; in the front matter only if it is a hub name.
+        data: Files or hub names of the training data; hub names go into the front matter.
+        license: Left out unless known: weights inherit that of what they were started from.
+        columns, rows: From `closing_rows`.
+        notes: A paragraph of the caller's, in Markdown.
+    """
+    front = {
+        "base_model": base_model if base_model and is_hub_name(base_model) else None,
+        "datasets": [source for source in data if is_hub_name(source)] or None,
+        "library_name": "transformers" if is_transformers else None,
+        "license": license,
+        "tags": [task, *(tag for tag in tags if tag != task)],
+    }
+    known = {key: value for key, value in front.items() if value is not None}
+    facts = {"Started from": base_model, "Teacher": teacher, "Data": ", ".join(data) or None, "Run": run_name}
+    sections = [
+        f"---\n{yaml.safe_dump(known, sort_keys=False)}---",
+        f"# {name}",
+        f"The result of one run of `python -m trainer`, task `{task}`. Nobody has checked it beyond the numbers below.",
+        "\n".join(f"- {label}: `{value}`" for label, value in facts.items() if value),
+        f"Made by:\n\n```sh\n{command}\n```",
+        notes,
+        f"## Results\n\n{markdown_table([title, *columns[1:]], rows)}" if rows else "",
+        _markdown_samples(sample_columns, sample_rows),
+        f"## Versions\n\n{_markdown_versions(versions)}" if versions else "",
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def is_hub_name(source: str) -> bool:
+    """Returns whether a source looks like owner/name; a path does too, unless it begins with a dot or has a suffix."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", source) is not None and not re.search(
+        r"\.(txt|jsonl?|csv|parquet|gguf|safetensors|bin|pt)$", source
+    )
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown; all columns but the first are numbers."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(_cell(text) for text in line) + " |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _markdown_samples(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return ""
+    prompts = [
+        f"**{_cell(row[0])}**\n\n"
+        + "\n".join(f"- {column}: {_quoted(text)}" for column, text in zip(columns[1:], row[1:], strict=True))
+        for row in rows
+    ]
+    return "\n\n".join(["## Samples", *prompts])
+
+
+def _quoted(text: str) -> str:
+    # A code span shows a model's words as they are; its fence must be longer than any inside.
+    words = " ".join(text.split())
+    if not words:
+        return "(nothing)"
+    fence = "`" * (1 + max((len(run) for run in re.findall(r"`+", words)), default=0))
+    return f"{fence} {words} {fence}" if "`" in words else f"{fence}{words}{fence}"
+
+
+def _markdown_versions(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions.items())

@@ -1,0 +1,208 @@
+"""One run in one rank, from the checked configuration to the outputs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+
+import rich
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.syntax import Syntax
+
+from trainer import distributed, outputs
+from trainer.build import Run, build_run, plain
+from trainer.callbacks import SampleTable, Throughput
+from trainer.config import ConfigError
+from trainer.export import export_model, rescore
+from trainer.report import closing_rows, closing_table, model_card, sample_panel
+from trainer.saved import claim_folder, resolved, save_config
+from trainer.trainer import MultiModelTrainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Outcome:
+    """How a run ends; what summary.json says."""
+
+    status: str = "failed"
+    start: float = field(default_factory=time.monotonic)
+
+
+def run(cfg: DictConfig, *, folder: Path, command: str) -> None:
+    """Runs the configured mode and leaves its outputs in the folder; every rank must call it.
+
+    Args:
+        folder: Where to; another name is used if this one is taken.
+        command: How the user started it, for the model card.
+    """
+    outputs.quiet_third_parties()
+    outputs.setup_logging(None, is_main=distributed.is_main())
+    print_config(cfg)
+    log.info("starting %s", _ranks())
+    outputs.skip_unused_kernels()
+    job = build_run(cfg)
+    folder = Path(distributed.from_main(str(claim_folder(folder)) if distributed.is_main() else ""))
+    outputs.setup_logging(folder, is_main=distributed.is_main())
+    if distributed.is_main():
+        log.info("outputs: %s", save_config(cfg, folder).parent)
+    job.trainer.folder = folder
+    with _summarized(job.trainer, cfg, folder) as outcome:
+        with _logged(job.trainer, cfg, folder, outcome):
+            MODES[cfg.mode](job, cfg)
+            report(job, cfg, command)
+        outcome.status = "completed" if job.trainer.stop_reason is None else "stopped"
+
+
+def fit(job: Run, cfg: DictConfig) -> None:
+    """Trains, exports the trained models, and proves that the exports score as the models in memory did."""
+    job.trainer.fit(job.task, models=job.models, data=job.data)
+    export(job, cfg)
+
+
+def validate(job: Run, cfg: DictConfig) -> None:
+    """Validates the models as they are."""
+    job.trainer.validate(job.task, models=job.models, data=job.data)
+
+
+MODES = {"fit": fit, "validate": validate}
+
+
+def export(job: Run, cfg: DictConfig) -> None:
+    """Writes every trained model to export/<model>/, reloads it, and scores it again."""
+    trainer = job.trainer
+    assert trainer.folder is not None
+    if not cfg.export.enabled:
+        return
+    for model in trainer.trained:
+        folder = trainer.folder / "export" / model.name
+        log.info("writing %s to %s", model.name, folder)
+        export_model(model, folder, tokenizer=trainer.tokenizer, build=plain(cfg.models[model.name].build))
+        if trainer.after:
+            log.info("loading and scoring %s again", folder)
+            rescore(trainer, model.name, folder, build=job.models[model.name].build, tolerance=cfg.export.tolerance)
+
+
+def report(job: Run, cfg: DictConfig, command: str) -> None:
+    """Prints the closing table and the samples, and puts both on the model cards."""
+    trainer = job.trainer
+    if not distributed.is_main():
+        return
+    columns, rows = _closing_rows(trainer, job.task.reference)
+    samples = next((c for c in trainer.callbacks.values() if isinstance(c, SampleTable)), None)
+    out = Console()  # stdout: the result, where stderr holds the log
+    out.print()
+    out.print(closing_table(columns, rows))
+    if samples is not None and samples.answers:
+        out.print(sample_panel(samples.columns, samples.rows, limit=4))
+    if isinstance(cfg.data.train, str) and cfg.data.train.startswith("embedded:"):
+        out.print("This is a demonstration on a small embedded text; docs/distillation.md says what to expect of it.")
+    assert trainer.folder is not None
+    for folder in sorted((trainer.folder / "export").glob("*")):
+        build = cfg.models[folder.name].build
+        teacher = cfg.models[job.task.reference].build.get("name") if job.task.reference else None
+        card = model_card(
+            name=folder.name,
+            command=command,
+            run_name=trainer.folder.name,
+            task=_task_name(cfg),
+            is_transformers=(folder / "config.json").exists(),
+            base_model=build.get("name"),
+            teacher=teacher,
+            data=[cfg.data.train] if isinstance(cfg.data.train, str) else [],
+            columns=columns,
+            rows=rows,
+            sample_columns=samples.columns if samples is not None and samples.answers else (),
+            sample_rows=samples.rows if samples is not None and samples.answers else (),
+            versions={name: version(name) for name in ("torch", "deepspeed", "accelerate", "transformers")},
+        )
+        (folder / "README.md").write_text(card, encoding="utf-8")
+        out.print(f"exported: {folder}")
+
+
+def _closing_rows(trainer: MultiModelTrainer, reference: str | None) -> tuple[list[str], list[list[str]]]:
+    meter = next((c for c in trainer.callbacks.values() if isinstance(c, Throughput)), None)
+    names = [model.name for model in trainer.trained]
+    student = names[0] if len(names) == 1 else "models"
+    return closing_rows(
+        student=student,
+        before=trainer.before,
+        after=trainer.after,
+        reference_name=reference,
+        reference=trainer.reference,
+        labels={"cross_entropy": "cross-entropy (nats)", "forward_kl": f"KL({reference}||{student})",
+                "reverse_kl": f"KL({student}||{reference})", "top1_agreement": "top-1 agreement"},  # fmt: skip
+        num_parameters={model.name: model.num_parameters for model in trainer.models.values()},
+        step_time=meter.median_step_time if meter else None,
+        tokens_per_s=meter.rate.get("tokens_per_s") if meter else None,
+        memory_gb=meter.memory_gb if meter else None,
+    )
+
+
+def print_config(cfg: DictConfig) -> None:
+    """Shows the composed configuration, on rank 0."""
+    if distributed.is_main():
+        text = OmegaConf.to_yaml(OmegaConf.create(resolved(cfg)))
+        rich.print(Syntax(text.rstrip(), "yaml", background_color="default", word_wrap=True))
+
+
+def _ranks() -> str:
+    count = distributed.world_size()
+    return "on one rank" if count == 1 else f"on {count} ranks"
+
+
+def _task_name(cfg: DictConfig) -> str:
+    from hydra.core.hydra_config import HydraConfig
+
+    return str(HydraConfig.get().job.name)
+
+
+@contextmanager
+def _summarized(trainer: MultiModelTrainer, cfg: DictConfig, folder: Path) -> Iterator[Outcome]:
+    """Writes summary.json, also when the run fails."""
+    outcome = Outcome()
+    try:
+        yield outcome
+    except KeyboardInterrupt:
+        outcome.status = "interrupted"
+        raise
+    except ConfigError:
+        raise
+    except Exception:
+        log.exception("the run failed at step %d", trainer.global_step, extra={"file_only": True})
+        raise
+    finally:
+        if distributed.is_main():
+            outputs.write_summary(
+                folder,
+                task=_task_name(cfg),
+                status=outcome.status,
+                global_step=trainer.global_step,
+                seconds=time.monotonic() - outcome.start,
+                before=trainer.before,
+                after=trainer.after,
+                reference=trainer.reference,
+            )
+
+
+@contextmanager
+def _logged(trainer: MultiModelTrainer, cfg: DictConfig, folder: Path, outcome: Outcome) -> Iterator[None]:
+    """Opens the loggers for the run and closes them with its status."""
+    for logger in trainer.loggers.values():
+        logger.start(folder=folder, config=resolved(cfg), name=folder.name)
+    status = "failed"
+    try:
+        yield
+        status = "completed" if trainer.stop_reason is None else "stopped"
+    except KeyboardInterrupt:
+        status = "interrupted"
+        raise
+    finally:
+        for logger in trainer.loggers.values():
+            logger.close(status=status)

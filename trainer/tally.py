@@ -1,0 +1,44 @@
+"""Means that are right over micro-batches and ranks: sums and counts, reduced together, divided last."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer import distributed
+from trainer.task import Metric
+
+
+class Tally:
+    """Collects sums and counts by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+
+    def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
+        """Adds a sum over `count` items, both ()."""
+        self._sums[name] = self._sums.get(name, 0) + self._plain(total)
+        self._counts[name] = self._counts.get(name, 0) + self._plain(count)
+
+    def add_metric(self, name: str, value: Metric, items: Tensor | float, *, weight: float = 1.0) -> None:
+        """Adds a mean over `items`, or a (sum, count); weight 0 for a filler whose numbers must not count."""
+        total, count = value if isinstance(value, tuple) else (self._plain(value) * self._plain(items), items)
+        if weight == 0:
+            total, count = 0.0, 0.0  # not a product: a filler's NaN must not count either
+        self.add(name, total, count)
+
+    def _plain(self, value: Tensor | float) -> Tensor:
+        # float32 on devices without float64; sums of up to a window's items are exact enough in either.
+        dtype = torch.float32 if self.device.type == "mps" else torch.float64
+        return torch.as_tensor(value).detach().to(self.device, dtype)
+
+    def reduce(self) -> dict[str, float]:
+        """Returns name to mean over all ranks; every rank must call it with the same names. 0 items give 0."""
+        names = sorted(self._sums)
+        if not names:
+            return {}
+        table = torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in names])
+        sums, counts = distributed.sum_over_ranks(table).cpu().T.tolist()
+        return {name: total / count if count else total for name, total, count in zip(names, sums, counts, strict=True)}

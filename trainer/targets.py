@@ -1,0 +1,214 @@
+"""Holds every `_target_` of a configuration against the callable that it names: does it exist, and does it take these keys."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainer.compose import did_you_mean
+
+_RESERVED = ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")
+_TERM_KEYS = ("function", "weight", "temperature", "mask")
+# What build.py gives when it makes the object; the configuration need not.
+_GIVEN = (
+    (re.compile(r"models\.[^.]+\.build"), "dtype"),
+    (re.compile(r"models\.[^.]+\.optimizer"), "params"),
+    (re.compile(r"models\.[^.]+\.scheduler"), "optimizer"),
+)
+_SIMPLE = {int, float, bool, type(None)}
+
+
+class TargetError(Exception):
+    """A dotted name that leads nowhere; the text says why and what is near."""
+
+
+def target_problems(config: Mapping[str, Any]) -> list[str]:
+    """Returns the problems of every node with `_target_`, however deep, and of nodes that should have one."""
+    problems = [problem for key, node in _nodes(config) for problem in _check_node(key, node)]
+    return problems + list(_nameless(config)) + list(_terms(config))
+
+
+def find_target(name: str) -> Any:
+    """Returns the object of a dotted name; raises TargetError, with what is near, where there is none."""
+    parts = name.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise TargetError("not a dotted name, such as torch.optim.AdamW")
+    found: Any = _import(parts[0], whole=name)
+    for index, part in enumerate(parts[1:], start=1):
+        place = ".".join(parts[:index])
+        if inspect.ismodule(found) and not _has(found, part):
+            if part not in _submodules(found):
+                known = [*_submodules(found), *(word for word in dir(found) if not word.startswith("_"))]
+                raise TargetError(f"{place} has no {part}{did_you_mean(part, known)}")
+            found = _import(f"{place}.{part}", whole=name)
+        elif _has(found, part):
+            found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+        else:
+            raise TargetError(f"{place} has no {part}{did_you_mean(part, dir(found))}")
+    return found
+
+
+def _has(owner: Any, name: str) -> bool:
+    try:
+        getattr(owner, name)
+    except AttributeError:
+        return False
+    return True
+
+
+def _import(name: str, *, whole: str) -> types.ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise TargetError(f"importing {name} failed: {error}") from error
+        near = did_you_mean(name, ("torch", "deepspeed", "trainer", "tasks", "transformers"))
+        raise TargetError(
+            f"there is no package {name}{near or '; run from the folder that holds it, or install it'}"
+        ) from error
+    # A user's module may raise anything while it is imported; all of it means that the target is not there.
+    except Exception as error:
+        where = error.__traceback__
+        while where is not None and where.tb_next is not None:
+            where = where.tb_next
+        place = f" ({where.tb_frame.f_code.co_filename}:{where.tb_lineno})" if where else ""
+        raise TargetError(f"importing {name} raised {type(error).__name__}: {error}{place}") from error
+
+
+def _submodules(module: types.ModuleType) -> list[str]:
+    return [info.name for info in pkgutil.iter_modules(getattr(module, "__path__", []))]
+
+
+def _nodes(value: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            yield key, value
+        for name, child in value.items():
+            yield from _nodes(child, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for index, child in enumerate(value):
+            yield from _nodes(child, f"{key}.{index}")
+
+
+def _check_node(key: str, node: Mapping[str, Any]) -> Iterator[str]:
+    name = node["_target_"]
+    if name == "???":
+        return
+    try:
+        target = find_target(str(name))
+    except TargetError as error:
+        yield f"{key}._target_={name}: {error}"
+        return
+    if not callable(target):
+        yield f"{key}._target_={name}: not a class or function"
+        return
+    try:
+        parameters = inspect.signature(target).parameters
+    except ValueError:
+        return  # some built-in callables do not tell what they take
+    yield from _check_keys(key, node, name, parameters)
+    yield from _check_types(key, node, target, parameters)
+
+
+def _check_keys(
+    key: str, node: Mapping[str, Any], name: str, parameters: Mapping[str, inspect.Parameter]
+) -> Iterator[str]:
+    kinds = {parameter.kind for parameter in parameters.values()}
+    given_later = {word for pattern, word in _GIVEN if pattern.fullmatch(key)}
+    takes = [
+        word
+        for word, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and word not in given_later
+    ]
+    for word in node:
+        if word in _RESERVED or word in takes:
+            continue
+        if word in given_later:
+            yield f"{key}.{word}: the trainer gives this one itself; drop it"
+        elif inspect.Parameter.VAR_KEYWORD not in kinds:
+            hint = did_you_mean(word, takes) or (f"; it takes {', '.join(takes)}" if takes else "; it takes none")
+            yield f"{key}.{word}: {name} has no such parameter{hint}"
+    if not node.get("_partial_") and not node.get("_args_"):
+        for word in takes:
+            if parameters[word].default is inspect.Parameter.empty and word not in node:
+                yield f"{key}.{word} is missing: {name} needs it"
+
+
+def _check_types(
+    key: str, node: Mapping[str, Any], target: Any, parameters: Mapping[str, inspect.Parameter]
+) -> Iterator[str]:
+    """Plain numbers only: whatever else a parameter takes, its own code says best."""
+    hints = _hints(target)
+    for word, value in node.items():
+        hint = hints.get(word)
+        kinds = {_plain_name(kind) for kind in (typing.get_args(hint) or (hint,))}
+        if word not in parameters or hint is None or not kinds <= {*_SIMPLE, "Tensor"} or value in ("auto", "???"):
+            continue
+        numbers = [kind for kind in (int, float) if kind in kinds]
+        if isinstance(value, str | list | dict) or (isinstance(value, bool) and bool not in kinds):
+            wanted = "a number" if numbers else "true or false"
+            yield f"{key}.{word}={value}: must be {wanted}"
+        elif isinstance(value, float) and numbers == [int] and not value.is_integer():
+            yield f"{key}.{word}={value}: must be a whole number"
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    function = target.__init__ if inspect.isclass(target) else target
+    try:
+        return typing.get_type_hints(function)
+    # Annotations may name what exists for type checkers only; then there is nothing to hold a value against.
+    except (NameError, TypeError, AttributeError):
+        return {}
+
+
+def _plain_name(kind: Any) -> Any:
+    return "Tensor" if getattr(kind, "__name__", "") == "Tensor" else kind
+
+
+def _nameless(config: Mapping[str, Any]) -> Iterator[str]:
+    """Every callback, logger, task and build is an object, so each needs a `_target_`."""
+    for group in ("callbacks", "logger"):
+        nodes = config.get(group) or {}
+        named = [name for name, node in nodes.items() if isinstance(node, Mapping) and "_target_" in node]
+        for name in nodes:
+            if name not in named and nodes[name] is not None:
+                yield f"{group}.{name} has no _target_{did_you_mean(f'{group}.{name}', [f'{group}.{n}' for n in named])}"
+    if isinstance(config.get("task"), Mapping) and "_target_" not in config["task"]:
+        yield "task._target_ is missing; name the task's class, such as tasks.distill.DistillTask"
+    models = config.get("models") or {}
+    for name, model in models.items():
+        if not (model.get("build") or {}).get("_target_"):
+            others = [other for other in models if other != name and (models[other].get("build") or {}).get("_target_")]
+            yield (
+                f"models.{name}.build._target_ is missing; choose one: model@models.{name}.build=causal_lm"
+                f"{did_you_mean(name, others)}"
+            )
+        for part in ("optimizer", "scheduler"):
+            if model.get(part) and "_target_" not in model[part]:
+                yield f"models.{name}.{part} has no _target_; choose one: {part}@models.{name}.{part}=..."
+
+
+def _terms(config: Mapping[str, Any]) -> Iterator[str]:
+    """Loss terms are a mapping of name to {function, weight, temperature, mask} in every task that has them."""
+    task = config.get("task")
+    terms = task.get("terms") if isinstance(task, Mapping) else None
+    if not isinstance(terms, Mapping):
+        return
+    for name, term in terms.items():
+        key = f"task.terms.{name}"
+        if not isinstance(term, Mapping):
+            yield f"{key}={term}: must be a mapping of {', '.join(_TERM_KEYS)}"
+            continue
+        if "function" not in term:
+            whole = [other for other in terms if isinstance(terms[other], Mapping) and "function" in terms[other]]
+            yield f"{key}.function is missing{did_you_mean(name, whole)}"
+        for word in term:
+            if word not in _TERM_KEYS:
+                yield f"{key}.{word}: there is no such key{did_you_mean(word, _TERM_KEYS)}"
+        for word in ("weight", "temperature"):
+            if word in term and (isinstance(term[word], bool) or not isinstance(term[word], int | float)):
+                yield f"{key}.{word}={term[word]}: must be a number"

@@ -1,0 +1,78 @@
+"""What a task is: which models it needs and how their outputs combine into losses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trainer.handle import ModelHandle
+    from trainer.trainer import MultiModelTrainer
+
+Batch = dict[str, Any]
+Metric = Tensor | float | tuple[Tensor | float, Tensor | float]
+
+IGNORED = -100  # the label that does not count, as in torch and transformers
+JOINT = "joint"  # the key of one loss through every trained model that it depends on
+
+
+@dataclass(kw_only=True)
+class StepOutput:
+    """Losses and metrics of one micro-batch.
+
+    Args:
+        losses: Name of a trained model (or "joint") to its loss, a mean over the micro-batch's items, ().
+        sums: The same where the sum over the items is at hand; a name stands in one of the two.
+        metrics: Name to a mean over the items, () , or to (sum, count). "student/forward_kl" is logged as
+            train/student/forward_kl.
+    """
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+class TaskModule:
+    """Base of all tasks; every `on_...` hook of a callback may be defined here too, without `trainer` and `task`."""
+
+    models: dict[str, ModelHandle]  # given by the trainer, there from `setup` on
+    trainer: MultiModelTrainer
+    reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
+
+    def setup(self, stage: str) -> None:
+        """Runs once all models are prepared; stage is "fit" or "validate"."""
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        """Returns the micro-batch to train on; runs without gradient, before items are counted."""
+        return batch
+
+    def count_items(self, batch: Batch) -> int | Tensor | dict[str, int | Tensor]:
+        """Returns what the loss is a mean of, for all losses or by loss name.
+
+        By default the labels that count (not -100, after the shift), else the examples.
+        """
+        if "labels" in batch:
+            return (batch["labels"][:, 1:] != IGNORED).sum()
+        return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | StepOutput:
+        """Returns the losses of one micro-batch."""
+        raise NotImplementedError(f"{type(self).__name__} must define training_step(self, batch, batch_idx)")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
+        """Returns metrics of one micro-batch, each a mean over its items or (sum, count).
+
+        A name that starts with "reference/" is a metric of the reference model.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define validation_step(self, batch, batch_idx)")
+
+    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns metrics that follow from the reduced ones, such as a perplexity; called with and without reference/."""
+        return {}
+
+    def log(self, name: str, value: Tensor | float) -> None:
+        """Adds a mean over this micro-batch's items to the metrics: `train/<name>`."""
+        self.trainer.log(name, torch.as_tensor(value).detach())

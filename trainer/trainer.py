@@ -1,0 +1,384 @@
+"""Fits one task over several models: it owns the order of things, the task owns the losses, callbacks the rest."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, default_collate
+
+from trainer import distributed
+from trainer.callbacks.callback import Callback, HookCaller
+from trainer.config import ConfigError
+from trainer.data.loader import MicroBatch, TrainLoader, ValidationLoader
+from trainer.engines import Engines, ModelSpec, Plugin, RunFacts
+from trainer.handle import ModelHandle
+from trainer.loggers.logger import Logger
+from trainer.plan import show_plan
+from trainer.seeds import seed_everything
+from trainer.tally import Tally
+from trainer.task import JOINT, Batch, StepOutput, TaskModule
+from trainer.window import EVERY, Window, check_keys, owner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+REFERENCE = "reference/"
+
+
+class NonFiniteError(RuntimeError):
+    """A loss is NaN or infinite; no model was updated with it."""
+
+
+@dataclass(kw_only=True)
+class TrainingData:
+    """The examples of a run.
+
+    Args:
+        train: Map-style dataset; items are dicts of tensors and numbers. None for a run that only validates.
+        batch_size: Micro-batch per rank.
+        collate: list[item] -> batch; default: torch's.
+    """
+
+    train: Dataset[Any] | None = None
+    validation: Dataset[Any] | None = None
+    batch_size: int = 8
+    collate: Callable[[list[Any]], Batch] = default_collate
+    num_workers: int = 0
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+
+class MultiModelTrainer:
+    """Trains the models of a task, each under its own DeepSpeed plugin.
+
+    After construction the first plugin is the active one; inside hooks it is that of the model concerned.
+
+    Args:
+        plugins: Role to a DeepSpeedPlugin, a DeepSpeed configuration, the path of its JSON, or {"replicate": True}.
+        max_steps: Global steps (windows of micro-batches) of the run; schedules are laid out over them.
+        stop_at_step: Ends the run there without shortening the schedules.
+        val_every: Global steps between validations; None: only before the first and after the last.
+    """
+
+    def __init__(
+        self,
+        plugins: Mapping[str, Plugin],
+        *,
+        max_steps: int | None = None,
+        max_epochs: int | None = None,
+        stop_at_step: int | None = None,
+        val_every: int | None = None,
+        log_every: int = 10,
+        gradient_accumulation_steps: int = 1,
+        limit_val_batches: int | None = None,
+        seed: int = 0,
+        callbacks: Mapping[str, Callback] | None = None,
+        loggers: Mapping[str, Logger] | None = None,
+        folder: Path | None = None,
+        timeout_seconds: int = 1800,
+    ) -> None:
+        self.engines = Engines(plugins, timeout_seconds=timeout_seconds)
+        self.accelerator = self.engines.accelerator
+        self.device = self.accelerator.device
+        self.rank, self.world_size, self.is_main = distributed.rank(), distributed.world_size(), distributed.is_main()
+        self.planned_steps, self.max_epochs, self.stop_at_step = max_steps, max_epochs, stop_at_step
+        self.val_every, self.log_every, self.limit_val_batches = val_every, log_every, limit_val_batches
+        self.gradient_accumulation_steps, self.seed = gradient_accumulation_steps, seed
+        self.callbacks, self.loggers, self.folder = dict(callbacks or {}), dict(loggers or {}), folder
+        self.models: dict[str, ModelHandle] = {}
+        self.global_step = 0
+        self.stop_reason: str | None = None  # set by a callback, on all ranks alike, to end the run
+        self.before: dict[str, float] = {}
+        self.after: dict[str, float] = {}
+        self.reference: dict[str, float] = {}
+
+    # The run -----------------------------------------------------------------------------------------------------------
+
+    def fit(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
+        """Prepares the models, validates, trains, and validates again."""
+        self._prepare(task, models=models, data=data)
+        with self._stage("fit"):
+            fingerprints = {model.name: model.fingerprint() for model in self.frozen}
+            self.emit("on_fit_start")
+            self.before = self._validate()
+            self._train()
+            self.after = self._validate()
+            _check_unchanged(self.frozen, fingerprints)
+            self.emit("on_fit_end")
+
+    def validate(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> dict[str, float]:
+        """Prepares the models and returns their validation metrics."""
+        self._prepare(task, models=models, data=data)
+        with self._stage("validate"):
+            self.after = self._validate()
+        return self.after
+
+    def _train(self) -> None:
+        self.emit("on_train_start")
+        assert self.train_loader is not None
+        windows = self.train_loader.windows(self.global_step)
+        while self.global_step < self.last_step and self.stop_reason is None:
+            epoch, index, micro_batches = next(windows)
+            if index == 0:
+                self.emit("on_train_epoch_start", epoch=epoch)
+            self._train_step(micro_batches)
+            if index == self.train_loader.steps_per_epoch - 1:
+                self.emit("on_train_epoch_end", epoch=epoch)
+            if self.val_every and self.global_step % self.val_every == 0 and self.global_step < self.last_step:
+                self._validate()
+        self.emit("on_train_end")
+
+    def _train_step(self, micro_batches: list[MicroBatch]) -> None:
+        step = self.global_step + 1
+        seed_everything(self.seed, step=step, rank=self.rank)
+        self.emit("on_train_step_start", step=step)
+        window, tally = self._window(micro_batches), Tally(self.device)
+        for index, batch in enumerate(window.batches):
+            self.emit("on_train_batch_start", batch=batch, batch_idx=index)
+            output = self._forward_and_backward(window, index, batch, tally)
+            self._update(window, index, tally)
+            self.emit("on_train_batch_end", output=output, batch=batch, batch_idx=index)
+        self.global_step = step
+        metrics = {f"train/{name}": value for name, value in self._reduced.items()}
+        self.emit("on_train_step_end", metrics=metrics)
+        if self.is_log_step:
+            self.log_metrics(metrics, step=step)
+
+    def _window(self, micro_batches: list[MicroBatch]) -> Window:
+        with torch.no_grad():
+            batches = [self.task.prepare_batch(self._to_device(micro.batch)) for micro in micro_batches]
+        return Window(
+            self.task,
+            batches,
+            [micro.is_filler for micro in micro_batches],
+            accumulation={model.name: model.accumulation for model in self.trained},
+            device=self.device,
+        )
+
+    def _forward_and_backward(self, window: Window, index: int, batch: Batch, tally: Tally) -> StepOutput:
+        for model in self.models.values():
+            model.set_training(True)
+        for model in self.trained:
+            model.set_boundary(window.steps_after(index, model.name))
+        self._logged = {}
+        output = self._as_output(self.task.training_step(batch, index))
+        for name, loss in self._weighted_losses(window, index, output, tally).items():
+            self.emit("on_before_backward", name=name, loss=loss)
+            self._owner_of_backward(name).backward(loss)
+            self.emit("on_after_backward", name=name)
+        for name, value in {**output.metrics, **self._logged}.items():
+            tally.add_metric(name, value, window.items(index, name), weight=0.0 if window.is_filler[index] else 1.0)
+        return output
+
+    def _weighted_losses(self, window: Window, index: int, output: StepOutput, tally: Tally) -> dict[str, Tensor]:
+        """Returns one loss per backward, each a share of the mean over the global batch."""
+        totals: dict[str, Tensor] = {}
+        check_keys([*output.losses, *output.sums], [model.name for model in self.trained])
+        for is_sum, losses in ((False, output.losses), (True, output.sums)):
+            for key, loss in losses.items():
+                if not loss.requires_grad:
+                    raise ValueError(f"the loss '{key}' depends on no trained model's weights (it has no graph)")
+                # float32 at least: a bfloat16 loss times a weight would round the whole update
+                share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * window.weight(index, key, is_sum=is_sum)
+                logged = share.detach() / (self.world_size * window.num_updates(owner(key)))
+                tally.add(f"{owner(key)}/loss", logged, 0.0)
+                totals[owner(key)] = totals.get(owner(key), 0) + share
+        return totals
+
+    def _owner_of_backward(self, name: str) -> ModelHandle:
+        # One backward through several engines may be called on any of them.
+        return self.trained[0] if name == JOINT else self.models[name]
+
+    def _update(self, window: Window, index: int, tally: Tally) -> None:
+        """Steps the models whose accumulation ends here, once every loss is known to be finite on all ranks."""
+        stepping = [model for model in self.trained if window.steps_after(index, model.name)]
+        if not stepping:
+            return
+        self._reduced = tally.reduce()
+        losses = {name: value for name, value in self._reduced.items() if name.endswith("/loss")}
+        _check_finite(losses, step=self.global_step + 1)
+        self._reduced["loss"] = sum(losses.values())
+        for model in stepping:
+            self.emit("on_before_optimizer_step", name=model.name)
+        for model in stepping:
+            model.step()
+            self.emit("on_after_optimizer_step", name=model.name)
+
+    def _validate(self) -> dict[str, float]:
+        if self.validation_loader is None:
+            return {}
+        self.emit("on_validation_start")
+        metrics, self.reference = self.evaluate(on_batch=partial(self.emit, "on_validation_batch_end"))
+        self.emit("on_validation_end", metrics=metrics)
+        self.log_metrics(metrics, step=self.global_step)
+        return metrics
+
+    @torch.no_grad()
+    def evaluate(self, on_batch: Callable[..., None] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+        """Returns the validation metrics and those of the task's reference model; no hook but `on_batch` hears of it."""
+        assert self.validation_loader is not None
+        for model in self.models.values():
+            model.set_training(False)
+        tally = Tally(self.device)
+        for index, micro in enumerate(self.validation_loader):
+            batch = self._to_device(micro.batch)
+            items = self.task.count_items(batch)
+            for name, value in self.task.validation_step(batch, index).items():
+                count = items.get(name, items.get(EVERY, 1)) if isinstance(items, dict) else items
+                tally.add_metric(name, value, count, weight=0.0 if micro.is_filler else 1.0)
+            if on_batch is not None:
+                on_batch(batch=batch, batch_idx=index)
+        for model in self.models.values():
+            model.set_training(True)
+        return self._split_metrics(tally.reduce())
+
+    def _split_metrics(self, reduced: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+        own = {name: value for name, value in reduced.items() if not name.startswith(REFERENCE)}
+        reference = {name.removeprefix(REFERENCE): reduced[name] for name in reduced if name.startswith(REFERENCE)}
+        for metrics in (own, reference):
+            metrics.update(self.task.derive_metrics(dict(metrics)) if metrics else {})
+        return tuple({f"val/{name}": value for name, value in metrics.items()} for metrics in (own, reference))
+
+    # Preparation -------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
+        """Gives every model its engine and the task its models."""
+        _check_roles(models, self.engines.configs)
+        self.task, self.tokenizer = task, data.tokenizer
+        self.train_loader, self.validation_loader = self._loaders(data)
+        self.max_steps = self._number_of_steps()
+        self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)
+        run = RunFacts(
+            batch_size=data.batch_size,
+            accumulation=self.gradient_accumulation_steps,
+            num_steps=self.max_steps,
+            seed=self.seed,
+        )
+        for name, spec in models.items():
+            log.info("building %s", name)
+            self.models[name] = self.engines.prepare(name, spec, run)
+        self.trained = [model for model in self.models.values() if model.trainable]
+        self.frozen = [model for model in self.models.values() if not model.trainable]
+        task.models, task.trainer = self.models, self
+        self.hooks = HookCaller(self, task, self.callbacks)
+        if self.is_main:
+            show_plan(self, batch_size=data.batch_size)
+
+    def _loaders(self, data: TrainingData) -> tuple[TrainLoader | None, ValidationLoader | None]:
+        ranks = {"batch_size": data.batch_size, "rank": self.rank, "world_size": self.world_size}
+        train = validation = None
+        if data.train is not None:
+            train = TrainLoader(
+                data.train,
+                collate=data.collate,
+                accumulation=self.gradient_accumulation_steps,
+                seed=self.seed,
+                num_workers=data.num_workers,
+                **ranks,
+            )
+        if data.validation is not None:
+            validation = ValidationLoader(
+                data.validation,
+                collate=data.collate,
+                limit_batches=self.limit_val_batches,
+                num_workers=data.num_workers,
+                **ranks,
+            )
+        return train, validation
+
+    def _number_of_steps(self) -> int:
+        if self.train_loader is None:
+            return 1
+        by_epochs = self.max_epochs * self.train_loader.steps_per_epoch if self.max_epochs else None
+        limits = [steps for steps in (self.planned_steps, by_epochs) if steps is not None]
+        if not limits:
+            raise ConfigError("trainer.max_steps and trainer.max_epochs are both absent; give one of them")
+        return min(limits)
+
+    # For tasks and callbacks -------------------------------------------------------------------------------------------
+
+    @property
+    def is_log_step(self) -> bool:
+        """Whether the step that just ended is logged."""
+        return self.global_step % self.log_every == 0 or self.global_step in (1, self.last_step)
+
+    def log(self, name: str, value: Tensor) -> None:
+        """Adds a mean over the current micro-batch's items to the step's metrics."""
+        self._logged[name] = value
+
+    def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Hands numbers to all loggers."""
+        for logger in self.loggers.values():
+            logger.log_metrics(metrics, step=step)
+
+    def log_table(self, name: str, *, columns: list[str], rows: list[list[str]], step: int) -> None:
+        """Hands a table of text to all loggers."""
+        for logger in self.loggers.values():
+            logger.log_table(name, columns=columns, rows=rows, step=step)
+
+    def emit(self, hook: str, **payload: Any) -> None:
+        """Calls a hook of the task and of all callbacks, under the plugin of the model concerned."""
+        if not self.hooks.listeners[hook]:
+            return
+        name = payload.get("name")
+        if name in self.engines.plugins:
+            with self.engines.selected(name):
+                self.hooks.emit(hook, **payload)
+        else:
+            self.hooks.emit(hook, **payload)
+
+    @contextmanager
+    def _stage(self, stage: str) -> Iterator[None]:
+        try:
+            self.emit("setup", stage=stage)
+            yield
+        except BaseException as error:
+            self.emit("on_exception", exception=error)
+            raise
+        finally:
+            self.emit("teardown", stage=stage)
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {
+            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+
+    def _as_output(self, output: Tensor | StepOutput) -> StepOutput:
+        if isinstance(output, StepOutput):
+            return output
+        if len(self.trained) != 1:
+            names = ", ".join(model.name for model in self.trained)
+            raise ValueError(f"training_step returned one loss, but {names} are trained; return StepOutput(losses=...)")
+        return StepOutput(losses={self.trained[0].name: output})
+
+
+def _check_roles(models: Mapping[str, ModelSpec], plugins: Mapping[str, Any]) -> None:
+    for name in set(models) ^ set(plugins):
+        missing = "plugin; add it to MultiModelTrainer(plugins=...)" if name in models else "model; add it to models="
+        raise ConfigError(f"'{name}' has no {missing}")
+
+
+def _check_finite(losses: Mapping[str, float], *, step: int) -> None:
+    bad = {name.removesuffix("/loss"): value for name, value in losses.items() if not math.isfinite(value)}
+    if bad:
+        raise NonFiniteError(
+            f"the loss of {', '.join(f'{name} is {value}' for name, value in bad.items())} at step {step}; no model was "
+            f"updated. Is a mean taken over no items, a logarithm of 0, or the learning rate too high?"
+        )
+
+
+def _check_unchanged(frozen: list[ModelHandle], before: Mapping[str, list[int]]) -> None:
+    for model in frozen:
+        if model.fingerprint() != before[model.name]:
+            raise RuntimeError(f"the weights of the frozen model '{model.name}' changed during the run")

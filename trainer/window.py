@@ -1,0 +1,105 @@
+"""A window of micro-batches: its items, counted over all ranks, and the weight of each loss that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from trainer import distributed
+from trainer.task import JOINT, Batch, TaskModule
+
+EVERY = "*"  # the count of a task that gives one number for all its losses
+
+
+def owner(key: str) -> str:
+    """Returns the model of a loss key: "student" for "student" and "student/forward_kl"."""
+    return key.partition("/")[0]
+
+
+class Window:
+    """The micro-batches of one global step on this rank, prepared and counted.
+
+    Args:
+        accumulation: Model name to its micro-batches per update.
+    """
+
+    def __init__(
+        self,
+        task: TaskModule,
+        batches: Sequence[Batch],
+        is_filler: Sequence[bool],
+        *,
+        accumulation: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        self.batches, self.is_filler = list(batches), list(is_filler)
+        self.accumulation = dict(accumulation)
+        counts = [_as_mapping(task.count_items(batch)) for batch in self.batches]
+        self._keys = sorted(counts[0])
+        self._local = self._table(counts, device)  # (micro-batch, key)
+        self._global = distributed.sum_over_ranks(self._local)
+
+    def _table(self, counts: list[dict[str, int | Tensor]], device: torch.device) -> Tensor:
+        rows = [
+            torch.stack([torch.as_tensor(count[key]).to(device, torch.float64) for key in self._keys]) * (not filler)
+            for count, filler in zip(counts, self.is_filler, strict=True)
+        ]
+        return torch.stack(rows)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def steps_after(self, index: int, model: str) -> bool:
+        """Returns whether a model's update follows this micro-batch."""
+        return (index + 1) % self.accumulation[model] == 0 or index == len(self) - 1
+
+    def num_updates(self, model: str) -> int:
+        """Returns how many times a model is updated in this window."""
+        return -(-len(self) // self._size(model))
+
+    def _size(self, model: str) -> int:
+        # "joint" is no model: its group shares one accumulation, which is checked to be the trainer's
+        return self.accumulation.get(model, max(self.accumulation.values()))
+
+    def items(self, index: int, key: str) -> Tensor:
+        """Returns this rank's items of a micro-batch for a loss or metric key, ()."""
+        return self._local[index, self._column(key)]
+
+    def weight(self, index: int, key: str, *, is_sum: bool) -> Tensor:
+        """Returns what a loss is multiplied by so that the update is a mean over the items of all ranks, ().
+
+        The engines average gradients over ranks, hence the factor world_size:
+        mean * items * world_size / global_items, or sum * world_size / global_items. 0 where no item counts.
+        """
+        column = self._column(key)
+        size = self._size(owner(key))
+        first = index - index % size
+        total = self._global[first : first + size, column].sum()
+        numerator = self._local[index, column] if not is_sum else float(not self.is_filler[index])
+        weight = numerator * distributed.world_size() / total.clamp(min=1)
+        return torch.where(total > 0, weight, torch.zeros_like(total)).float()
+
+    def _column(self, key: str) -> int:
+        for candidate in (key, owner(key), EVERY):
+            if candidate in self._keys:
+                return self._keys.index(candidate)
+        raise KeyError(
+            f"count_items gives counts for {', '.join(self._keys)}, but training_step returned '{key}'; "
+            f"return one number for all, or a count for '{key}' or '{owner(key)}'"
+        )
+
+
+def _as_mapping(count: int | Tensor | dict[str, int | Tensor]) -> dict[str, int | Tensor]:
+    return count if isinstance(count, dict) else {EVERY: count}
+
+
+def check_keys(keys: Sequence[str], trained: Sequence[str]) -> None:
+    """Raises ValueError for a loss key that belongs to no trained model."""
+    for key in keys:
+        if owner(key) not in trained and owner(key) != JOINT:
+            raise ValueError(
+                f"training_step returned a loss for '{key}', but the trained models are {', '.join(trained)}; "
+                f"use one of these, or '{JOINT}' for one loss through several"
+            )
