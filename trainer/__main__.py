@@ -82,7 +82,8 @@ def _run(args: Namespace, argv: list[str]) -> int:
     composition = _compose_and_check(request)
     if composition.problems:
         return refuse(composition.problems)
-    assert composition.cfg is not None and composition.hydra is not None
+    assert composition.cfg is not None
+    assert composition.hydra is not None
     folder = _folder(composition)
     if not launch.is_rank():
         count = launch.count_processes(composition.cfg.launch.num_processes)
@@ -132,7 +133,7 @@ def _run_rank(composition: "Composition", *, folder: Path, command: str) -> int:
         return refuse(error.problems)
     except KeyboardInterrupt as interrupt:
         return _interrupted(interrupt)
-    except (Exception, SystemExit):  # noqa: BLE001 - whatever ends a run becomes its exit status
+    except (Exception, SystemExit):
         return _failed()
     return 0
 

@@ -58,6 +58,7 @@ def use_working_folder() -> None:
             "rename the folder to import from it\n"
         )
     spec = importlib.util.spec_from_file_location("tasks", ours, submodule_search_locations=[str(ours.parent)])
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     sys.modules["tasks"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(sys.modules["tasks"])

@@ -169,7 +169,7 @@ def _check_plugins(config: Config, overrides: list[str]) -> list[str]:
 def _check_launch(config: Config) -> Iterator[str]:
     wanted, gpus = config["launch"]["num_processes"], launch.count_gpus()
     if wanted is not None and gpus and wanted > gpus:
-        yield f"launch.num_processes={wanted}: only {gpus} GPU(s) are visible; use as many, or CUDA_VISIBLE_DEVICES= for the CPU"
+        yield f"launch.num_processes={wanted}: only {gpus} GPU(s) are visible; CUDA_VISIBLE_DEVICES= leaves the CPU"
     if wanted is not None and launch.is_rank() and wanted != int(os.environ["WORLD_SIZE"]):
         yield (
             f"launch.num_processes={wanted}: another launcher has started {os.environ['WORLD_SIZE']} ranks; "

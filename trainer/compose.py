@@ -66,7 +66,7 @@ class Composition:
 
 
 def conf_dir() -> Path:
-    """Returns the folder of the trainer's own configuration: inside the wheel, else beside the package in a checkout."""
+    """Returns the folder of the trainer's own configuration: in the wheel, else beside the package in a checkout."""
     package = Path(__file__).resolve().parent
     return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").is_file())
 
@@ -262,7 +262,7 @@ def _choices(cfg: DictConfig | None) -> list[str]:
 
 
 def _group_problem(line: str, *, choices: list[str]) -> tuple[str | None, str | None]:
-    """Returns what is wrong with a group choice and the line that was probably meant; (None, None): its file is wrong."""
+    """Returns what is wrong with a group choice and the line that was meant; (None, None): its file is wrong."""
     key, _, value = line.lstrip("+~").partition("=")
     group, package = key.partition("@")[::2]
     if not _options(group):

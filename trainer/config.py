@@ -37,7 +37,7 @@ class DataConfig:
     validation: Any = None  # the same; absent: a seeded split of train
     validation_fraction: float = 0.1
     tokenizer: str | None = None  # folder or hub name; absent: that of the first model that has one
-    collate: Any = None  # a node with _target_; not typed as a mapping: OmegaConf 2.3 cannot merge into one that is null
+    collate: Any = None  # a node with _target_; absent: padding for text, else torch's
     batch_size: int = 8  # micro-batch per rank
     block_size: int = 512  # tokens; longer examples are cut
     packing: bool = False

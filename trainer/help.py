@@ -57,7 +57,7 @@ def help_text(*, conf: Path, config_dir: Path | None) -> str:
 
 
 def _tasks(folders: list[Path]) -> str:
-    files = {name: path for name, path in _options(folders, "task").items()}
+    files = _options(folders, "task")
     width = max([len(name) for name in files], default=0)
     lines = [f"  {name:<{width}}  {first_comment(path)}" for name, path in files.items()]
     return "\n".join(["tasks (task=...)", *lines, ""])
@@ -114,7 +114,7 @@ def _rows(kind: type[Any], prefix: str) -> Iterator[tuple[str, str, str]]:
         if item.name == "models":
             yield from _rows(ModelConfig, f"{prefix}models.<name>.")
         elif is_dataclass(default):
-            yield from _rows(type(default), f"{prefix}{item.name}.")  # type: ignore[arg-type]
+            yield from _rows(type(default), f"{prefix}{item.name}.")
         elif default not in ({}, "???") or item.name == "train":
             yield f"{prefix}{item.name}", _yaml(default), comments.get(item.name, "")
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -196,10 +197,8 @@ class Ranks:
         """Leaves no process behind, not even a worker of a rank's data loader."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
-        try:
+        with suppress(SignalException):  # the answer to a second Ctrl-C is what follows
             self.context.close(signal.SIGTERM, timeout=_CLOSE_SECONDS)
-        except SignalException:
-            pass  # the answer to a second Ctrl-C is what follows
         for process in self.processes.values():
             try:
                 os.killpg(process.pid, signal.SIGKILL)  # each rank leads a group of its own

@@ -165,7 +165,8 @@ def _route_transformers() -> None:
 
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
-    transformers_logging.disable_progress_bar()  # of loading and writing shards: ours tell what takes long
+    # Those of loading and writing shards; sign_of_life tells what takes long.
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if rich.get_console().is_terminal and not os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS"):
         enable_progress_bars()  # the line above takes those of downloads, too
 

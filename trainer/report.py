@@ -117,7 +117,7 @@ def model_card(
     teacher: str | None = None,
     data: Sequence[str] = (),
     tags: Sequence[str] = (),
-    license: str | None = None,
+    weights_license: str | None = None,
     columns: Sequence[str] = (),
     rows: Sequence[Sequence[str]] = (),
     title: str = "held-out text",
@@ -133,7 +133,7 @@ def model_card(
         run_name: What identifies the run, such as its folder or its configuration's hash.
         base_model: What it was started from; in the front matter only if it is a hub name.
         data: Files or hub names of the training data; hub names go into the front matter.
-        license: Left out unless known: weights inherit that of what they were started from.
+        weights_license: Left out unless known: weights inherit that of what they were started from.
         columns, rows: From `closing_rows`.
         notes: A paragraph of the caller's, in Markdown.
     """
@@ -141,7 +141,7 @@ def model_card(
         "base_model": base_model if base_model and is_hub_name(base_model) else None,
         "datasets": [source for source in data if is_hub_name(source)] or None,
         "library_name": "transformers" if is_transformers else None,
-        "license": license,
+        "license": weights_license,
         "tags": [task, *(tag for tag in tags if tag != task)],
     }
     known = {key: value for key, value in front.items() if value is not None}

@@ -1,4 +1,4 @@
-"""Holds every `_target_` of a configuration against the callable that it names: does it exist, and does it take these keys."""
+"""Holds every `_target_` of a configuration against what it names: does it exist, and does it take these keys."""
 
 import importlib
 import inspect
@@ -176,7 +176,7 @@ def _nameless(config: Mapping[str, Any]) -> Iterator[str]:
         named = [name for name, node in nodes.items() if isinstance(node, Mapping) and "_target_" in node]
         for name in nodes:
             if name not in named and nodes[name] is not None:
-                yield f"{group}.{name} has no _target_{did_you_mean(f'{group}.{name}', [f'{group}.{n}' for n in named])}"
+                yield f"{group}.{name} has no _target_{did_you_mean(name, named)}"
     if isinstance(config.get("task"), Mapping) and "_target_" not in config["task"]:
         yield "task._target_ is missing; name the task's class, such as tasks.distill.DistillTask"
     models = config.get("models") or {}

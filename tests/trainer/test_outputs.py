@@ -36,7 +36,8 @@ def test_rank_0_logs_to_stderr_and_with_times_to_run_log(tmp_path: Path, capsys:
     log.info("for the file", extra={"file_only": True})
 
     shown = capsys.readouterr()
-    assert shown.out == "" and shown.err == f"{long_line.rstrip()}\nwarning: beware of 3\n"
+    assert shown.out == ""
+    assert shown.err == f"{long_line.rstrip()}\nwarning: beware of 3\n"
     written = (tmp_path / "run.log").read_text().splitlines()
     assert [line.split(" ", 2)[2] for line in written] == [
         f"INFO my_package.task: {long_line}",
@@ -92,7 +93,8 @@ def test_only_warnings_that_are_known_to_be_harmless_are_ignored(capsys: pytest.
         warnings.warn("lr_scheduler.step() before optimizer.step()", UserWarning, stacklevel=1)
 
     shown = capsys.readouterr().err
-    assert "is deprecated" not in shown and "UserWarning: lr_scheduler.step()" in shown
+    assert "is deprecated" not in shown
+    assert "UserWarning: lr_scheduler.step()" in shown
 
 
 def test_without_a_gpu_deepspeed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

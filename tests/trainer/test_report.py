@@ -57,7 +57,9 @@ def test_samples_show_each_answer_below_the_prompt_as_it_is() -> None:
     text = shown(sample_panel(["prompt", "teacher", "student after"], [["Who [bold]?", "I\nam", ""], ["b", "c", "d"]],
                               limit=1))  # fmt: skip
 
-    assert "Who [bold]?" in text and "I am" in text and "(nothing)" in text
+    assert "Who [bold]?" in text
+    assert "I am" in text
+    assert "(nothing)" in text
     assert "─ b ─" not in text
 
 
@@ -88,7 +90,8 @@ def test_the_model_card_says_what_made_the_model() -> None:
         "tags": ["distill"],
     }
     assert "```sh\npython -m trainer task=distill\n```" in body
-    assert "- Teacher: `org/large`" in body and "- Data: `org/corpus, train.jsonl`" in body
+    assert "- Teacher: `org/large`" in body
+    assert "- Data: `org/corpus, train.jsonl`" in body
     assert "| KL(teacher\\|\\|student) | 1.6400 | 0.8900 | 0 |" in body
     assert "- student after: `` print(`x`) ``" in body
     assert "torch 2.13.0" in body
@@ -98,7 +101,9 @@ def test_a_card_with_nothing_known_has_no_empty_parts() -> None:
     card = model_card(name="net", command="c", run_name="r", task="gan", is_transformers=False, base_model="./folder")
 
     assert yaml.safe_load(card.split("---\n")[1]) == {"tags": ["gan"]}
-    assert "## Results" not in card and "None" not in card and "license" not in card
+    assert "## Results" not in card
+    assert "None" not in card
+    assert "license" not in card
 
 
 def test_paths_are_no_hub_names() -> None:

@@ -73,6 +73,6 @@ def _stuck(name: str, step: int, count: int) -> str:
 
 def _destroyed(name: str, step: int, norm: float) -> str:
     return (
-        f"step {step}: the gradient norm of models.{name} is {norm} and the update was applied, so its weights are lost; "
-        f"start again from weights before this step: {_advice(name)}"
+        f"step {step}: the gradient norm of models.{name} is {norm} and the update was applied, so its weights are "
+        f"lost; start again from weights before this step: {_advice(name)}"
     )

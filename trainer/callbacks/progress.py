@@ -32,7 +32,7 @@ PERF_FORMATS = {
 class ProgressBar(Callback):
     """Shows step, losses of all models, speed and time left, on rank 0.
 
-    On a terminal a live bar, with one row of numbers per model; elsewhere a line per log step, and a line at least every
+    On a terminal a live bar, with one row of numbers per model; elsewhere a line per log step, and one at least every
     five seconds while a step or a validation lasts. The lines of log steps stand in run.log in both cases.
     """
 

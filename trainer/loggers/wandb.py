@@ -54,7 +54,6 @@ class WandbLogger:
         with self._fuse.guard("starting"), sign_of_life("starting wandb"):
             import wandb
 
-            logging.getLogger("wandb").propagate = False  # it keeps a debug.log of its own
             wandb.setup(wandb.Settings(silent=True))
             mode = self._resolved_mode()
             options = {
@@ -108,14 +107,12 @@ class WandbLogger:
             self._run.log(dict(values))
 
     def close(self, *, status: str) -> None:
-        if self._fuse.is_blown:
-            _abandon()
-        if self._run is None or self._fuse.is_blown:
-            return
-        with self._fuse.guard("finishing"):
-            self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
-            if self._offline_folder is not None:
-                log.info("wandb was offline; to upload: wandb sync %s", shlex.quote(_relative(self._offline_folder)))
+        if self._run is not None and not self._fuse.is_blown:
+            with self._fuse.guard("finishing"):
+                self._run.finish(exit_code=0 if status in ("completed", "stopped") else 1)
+        _end_service()
+        if self._offline_folder is not None and not self._fuse.is_blown:
+            log.info("wandb was offline; to upload: wandb sync %s", shlex.quote(_relative(self._offline_folder)))
 
 
 def _connect(options: dict[str, Any]) -> wandb.Run:
@@ -128,16 +125,16 @@ def _connect(options: dict[str, Any]) -> wandb.Run:
         reason = str(error).strip().partition("\n")[0]
         log.info("wandb: starting online failed", exc_info=True, extra={"file_only": True})
         log.warning("wandb cannot start online (%s: %s): offline", type(error).__name__, reason)
-    _abandon()  # its service believes that the run's id is in use
+    _end_service()  # it believes that the run's id is in use
     return wandb.init(mode="offline", **options)
 
 
-def _abandon() -> None:
-    """Gives up wandb's service process, which would complain at the interpreter's exit if it has died."""
+def _end_service() -> None:
+    """Waits for wandb's process, which writes the last lines after `finish` and, if it died, is missed at exit."""
     try:
         import wandb
 
-        wandb.teardown(exit_code=1)
+        wandb.teardown()
     except Exception:
         log.info("wandb: ending its service failed", exc_info=True, extra={"file_only": True})
 

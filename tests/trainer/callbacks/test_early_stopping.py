@@ -47,7 +47,7 @@ def test_the_last_validation_stops_nothing() -> None:
 
 
 def test_an_unknown_metric_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ConfigError, match="monitor=val/los is no metric.*did you mean val/loss"):
+    with pytest.raises(ConfigError, match=r"monitor=val/los is no metric.*did you mean val/loss"):
         validate(EarlyStopping(monitor="val/los"), [1.0])
 
 

@@ -123,7 +123,9 @@ def test_a_terminal_shows_a_bar_below_whole_log_lines(terminal: io.StringIO) -> 
         root.level = level
 
     shown = terminal.getvalue()
-    assert "1/40" in shown and "student  forward_kl 1.1  lr 0.0001" in shown and "time left" in shown
+    assert "1/40" in shown
+    assert "student  forward_kl 1.1  lr 0.0001" in shown
+    assert "time left" in shown
     assert "a line of somebody else that is not broken\n" in shown
     assert "step 1/40  loss" not in shown  # that line is in run.log only
 

@@ -89,8 +89,11 @@ def test_generation_is_greedy_in_evaluation_mode_and_leaves_no_trace() -> None:
     (asked,) = student.seen
     assert asked["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1]]
     assert asked["input_ids"].tolist() == [[0, 0, 1], [1, 2, 3]]
-    assert asked["do_sample"] is False and asked["max_new_tokens"] == 7 and asked["pad_token_id"] == 0
-    assert student.training and not student.dropout.training
+    assert asked["do_sample"] is False
+    assert asked["max_new_tokens"] == 7
+    assert asked["pad_token_id"] == 0
+    assert student.training
+    assert not student.dropout.training
 
 
 def test_the_chat_template_wraps_the_prompt() -> None:
@@ -106,7 +109,7 @@ def test_the_chat_template_wraps_the_prompt() -> None:
 def test_a_missing_tokenizer_or_speaker_is_refused_at_setup() -> None:
     trainer = stand_in()
     trainer.tokenizer = None
-    with pytest.raises(ConfigError, match="needs a tokenizer.*data.tokenizer"):
+    with pytest.raises(ConfigError, match=r"needs a tokenizer.*data.tokenizer"):
         SampleTable(prompts=["a"]).setup(trainer, None, "fit")
     with pytest.raises(ConfigError, match="can generate, and none of reward can"):
         SampleTable(prompts=["a"]).setup(stand_in(reward=handle(nn.Linear(1, 1), trainable=True)), None, "fit")
@@ -132,7 +135,8 @@ def test_other_ranks_generate_but_log_nothing() -> None:
 
     SampleTable(prompts=["ab"]).on_fit_start(trainer, None)
 
-    assert trainer.tables == [] and len(trainer.models["teacher"].module.seen) == 1
+    assert trainer.tables == []
+    assert len(trainer.models["teacher"].module.seen) == 1
 
 
 def test_padding_goes_left() -> None:

@@ -1,9 +1,13 @@
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from tests.ranks import run_ranks
 
 from trainer.callbacks import Throughput
 from trainer.callbacks.throughput import count_tokens
@@ -73,3 +77,21 @@ def test_totals_of_the_training_are_there_when_it_ends() -> None:
 )
 def test_tokens_are_found_in_any_batch(batch: dict[str, Any], count: int | None) -> None:
     assert count_tokens(batch) == count
+
+
+def measure_one_step() -> dict[str, float]:
+    dist.init_process_group("gloo")
+    rank = int(os.environ["RANK"])
+    callback, trainer = Throughput(), stand_in(rank=rank, world_size=2)
+    callback.on_train_start(trainer, None)
+    metrics = step(callback, trainer, [{"input_ids": torch.zeros(1, 10 * (rank + 1))}])
+    dist.destroy_process_group()
+    return metrics
+
+
+def test_all_ranks_report_the_tokens_of_all_and_the_largest_memory(tmp_path: Path) -> None:
+    first, second = run_ranks(measure_one_step, folder=tmp_path, world_size=2)
+
+    for metrics in (first, second):
+        assert metrics["perf/tokens_per_s"] * metrics["perf/step_time"] == pytest.approx(30)
+    assert first["perf/memory_gb"] == second["perf/memory_gb"]

@@ -14,7 +14,8 @@ def test_secrets_are_hidden_and_their_look_alikes_are_not() -> None:
 
     clean = without_secrets(config)
 
-    assert clean["tokenizer"] == "t" and clean["task"] == config["task"]
+    assert clean["tokenizer"] == "t"
+    assert clean["task"] == config["task"]
     assert clean["hub"] == [
         {"token": HIDDEN, "hf_token": HIDDEN, "API_KEY": HIDDEN, "aws_secret": HIDDEN, "password": HIDDEN,
          "credentials": None}

@@ -21,7 +21,8 @@ def test_scalars_tables_and_the_configuration_are_written_under_their_names(tmp_
     assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(1, 2.0), (2, 1.0)]
     assert [event.value for event in events.Scalars("val/loss")] == [3.0]
     config = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert "seed: 7" in config and "xyz" not in config
+    assert "seed: 7" in config
+    assert "xyz" not in config
     table = events.Tensors("samples/text_summary")[0].tensor_proto.string_val[0].decode()
     assert table.splitlines()[-1] == "| a\\|b | c<br>d |"
 
