@@ -24,8 +24,7 @@ from tasks.losses import (
     shared_vocabulary,
     top1_agreement,
 )
-from trainer.config import ConfigError
-from trainer.task import IGNORED, Batch, Metric, StepOutput, TaskModule
+from trainer import IGNORED, Batch, ConfigError, Metric, StepOutput, TaskModule
 
 log = logging.getLogger(__name__)
 

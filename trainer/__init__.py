@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer.callbacks.callback import Callback
     from trainer.config import ConfigError
+    from trainer.data.collate import model_inputs
     from trainer.engines import ModelSpec
     from trainer.handle import ModelHandle
-    from trainer.task import IGNORED, Batch, Metric, StepOutput, TaskModule
+    from trainer.task import IGNORED, Batch, Metric, NonFiniteError, StepOutput, TaskModule
     from trainer.trainer import MultiModelTrainer, TrainingData
 
 __version__ = "0.1.0"
@@ -22,9 +23,11 @@ __all__ = [
     "ModelHandle",
     "ModelSpec",
     "MultiModelTrainer",
+    "NonFiniteError",
     "StepOutput",
     "TaskModule",
     "TrainingData",
+    "model_inputs",
 ]
 
 # Lazily (PEP 562): `python -m trainer --help` must not import torch.
@@ -35,6 +38,7 @@ _HOMES = {
     "ModelHandle": "trainer.handle",
     "MultiModelTrainer": "trainer.trainer",
     "TrainingData": "trainer.trainer",
+    "model_inputs": "trainer.data.collate",
 }
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 refused, 130 and 143 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    launch.raise_on_sigterm()
+    launch.raise_on_signals()
     if launch.is_own_rank():
         launch.end_with_launcher()
     try:

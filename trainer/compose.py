@@ -280,6 +280,8 @@ def _group_problem(line: str, *, choices: list[str]) -> tuple[str | None, str | 
 
 
 def _option_problem(line: str, group: str, value: str) -> tuple[str | None, str | None]:
+    if value.startswith("{"):
+        return f"chooses from group {group}, so it takes a name{_listed(_options(group))}; a key: {group}.<key>=...", None
     for option in (word.strip(" '\"") for word in value.strip("[]").split(",")):
         parent, _, name = f"{group}/{option}".rpartition("/")
         if option and name not in _options(parent):

@@ -46,6 +46,14 @@ def from_main(value: Any) -> Any:
     return holder[0]
 
 
+def gather(value: Any) -> list[Any]:
+    """Returns every rank's value, on every rank."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
 def barrier() -> None:
     """Waits until every rank is here."""
     if world_size() > 1:

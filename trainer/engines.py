@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -23,13 +24,25 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer import distributed
 from trainer.config import ConfigError
 from trainer.handle import ModelHandle
-from trainer.plugins import AUTO, Config, Facts, check_plugin, dtype_name, read_plugin, resolve, stage_of, uses_engine
+from trainer.plugins import (
+    AUTO,
+    Config,
+    Facts,
+    check_plugin,
+    dtype_name,
+    dtype_of,
+    log_rewrites,
+    read_plugin,
+    resolve,
+    stage_of,
+    uses_engine,
+)
 from trainer.seeds import seed_everything
 
 log = logging.getLogger(__name__)
 
 REPLICATED = ""  # a name without a plugin, as of a model without an engine
-Plugin = DeepSpeedPlugin | Mapping[str, Any] | str
+Plugin: TypeAlias = DeepSpeedPlugin | Mapping[str, Any] | str | Path
 
 
 @dataclass(kw_only=True)
@@ -38,7 +51,7 @@ class ModelSpec:
 
     Args:
         build: Returns the module; one with a parameter `dtype` is given the model's.
-        dtype: None: bfloat16 where the hardware computes in it, else float32.
+        dtype: None: the plugin's, if it fixes one; else bfloat16 where the hardware computes in it, else float32.
         optimizer: Called with the trainable parameters; a partial's keywords also fill the `auto`s of the plugin.
         scheduler: Called with the optimizer; a partial's keywords that are "auto" become the number of updates.
         gradient_accumulation_steps: Micro-batches per update; None: the trainer's.
@@ -82,13 +95,14 @@ class Engines:
     @contextmanager
     def selected(self, name: str) -> Iterator[None]:
         """Makes a model's plugin the active one of Accelerate and transformers, and restores the one before."""
-        from transformers.integrations import unset_hf_deepspeed_config
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
         before = next((key for key, plugin in self.plugins.items() if plugin.selected), None)
         if name in self.plugins:
             self.accelerator.state.select_deepspeed_plugin(name)
         else:
-            unset_hf_deepspeed_config()  # or transformers would shard a model that has no engine
+            # or transformers would shard a model that has no engine
+            unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
@@ -98,13 +112,15 @@ class Engines:
     def prepare(self, name: str, spec: ModelSpec, run: RunFacts) -> ModelHandle:
         """Returns the model, built and wrapped under its own plugin."""
         config = self.configs[name]
-        dtype = spec.dtype or automatic_dtype(self.accelerator.device)
+        dtype = spec.dtype or dtype_of(config) or automatic_dtype(self.accelerator.device)
         _check_spec(name, spec, config, dtype, self.accelerator.device)
+        _check_window(name, spec, run)
         seed_everything(run.seed)
         with self.selected(name):
             if not uses_engine(config):
                 return self._replicate(name, spec, dtype)
             facts = _facts(spec, run, dtype, self.accelerator.device)
+            log_rewrites(f"models.{name}.plugin", config, facts)
             self._apply(name, resolve(f"models.{name}.plugin", config, facts))
         with self.selected(name):
             module = _build(name, spec, dtype, self._sharding_at_birth(name))
@@ -156,7 +172,7 @@ class Engines:
 
         config = self.plugins[name].deepspeed_config
         optimizer = _make_optimizer(name, spec, module, config)
-        engine, wrapped, _, engine_scheduler = deepspeed.initialize(
+        engine, _, _, engine_scheduler = deepspeed.initialize(
             model=module,
             optimizer=optimizer,
             model_parameters=_trainable_parameters(module) if spec.trainable and optimizer is None else None,
@@ -227,7 +243,10 @@ def _clear_launcher_settings() -> None:
 def _config_of(name: str, plugin: Plugin) -> Config:
     if isinstance(plugin, DeepSpeedPlugin):
         # A copy: Accelerate writes into it, and `auto` must still be seen when the models are known.
-        return read_plugin(f"models.{name}.plugin", plugin.deepspeed_config)
+        config = read_plugin(f"models.{name}.plugin", plugin.deepspeed_config)
+        if config.get("gradient_accumulation_steps") == 1:
+            config["gradient_accumulation_steps"] = AUTO  # Accelerate has put its 1 where there was `auto` or nothing
+        return config
     return read_plugin(f"models.{name}.plugin", plugin)
 
 
@@ -256,6 +275,15 @@ def _check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, 
         problems.append(f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16")
     if problems:
         raise ConfigError(*problems)
+
+
+def _check_window(name: str, spec: ModelSpec, run: RunFacts) -> None:
+    steps = spec.gradient_accumulation_steps
+    if steps is not None and (steps < 1 or run.accumulation % steps):
+        raise ConfigError(
+            f"models.{name}.gradient_accumulation_steps={steps} must divide "
+            f"trainer.gradient_accumulation_steps={run.accumulation}"
+        )
 
 
 def _facts(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.device) -> Facts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -58,7 +59,8 @@ def rescore(
     """
     trained = trainer.models[name]
     if isinstance(trained.module, PreTrainedModel):
-        reloaded = trainer.engines.reload(trained, partial(_load_pretrained, folder), sharded=trained.stage == 3)
+        load = partial(_load_pretrained, folder, type(trained.module))
+        reloaded = trainer.engines.reload(trained, load, sharded=trained.stage == 3)
     else:
         reloaded = trainer.engines.reload(trained, partial(_load_module, folder, build), sharded=False)
     trainer.models[name] = reloaded
@@ -70,14 +72,14 @@ def rescore(
     return metrics
 
 
-def _load_pretrained(folder: Path, dtype: torch.dtype) -> nn.Module:
-    from trainer.models import causal_lm
+def _load_pretrained(folder: Path, kind: type[PreTrainedModel], dtype: torch.dtype) -> nn.Module:
+    # Of the model's own class: a reward model is no causal language model.
+    module: nn.Module = kind.from_pretrained(folder, dtype=dtype)
+    return module
 
-    return causal_lm(str(folder), dtype=dtype)
 
-
-def _load_module(folder: Path, build: Callable[..., nn.Module]) -> nn.Module:
-    module = build()
+def _load_module(folder: Path, build: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
+    module = build(**({"dtype": dtype} if "dtype" in inspect.signature(build).parameters else {}))
     load_model(module, folder / WEIGHTS)
     return module
 
@@ -103,7 +105,8 @@ def _check_same(
     name: str, folder: Path, before: Mapping[str, float], after: Mapping[str, float], tolerance: float
 ) -> None:
     for metric, value in before.items():
-        if metric in after and abs(after[metric] - value) > tolerance * max(abs(value), 1.0):
+        # "not within", which a NaN is not either
+        if metric in after and not abs(after[metric] - value) <= tolerance * max(abs(value), 1.0):
             raise ExportError(
                 f"{name} scores {metric} {value:.6g} in memory, but {after[metric]:.6g} when loaded from {folder}; "
                 f"the largest difference allowed is export.tolerance={tolerance}"

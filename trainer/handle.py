@@ -56,15 +56,22 @@ class ModelHandle:
         """
         if self.trainable:
             return self.engine(*args, **kwargs)
+        if self.module.training:  # a task may have called train() on it
+            self.module.eval()
         with torch.no_grad():
             return self.engine(*args, **kwargs)
 
     def generate(self, **kwargs: Any) -> Tensor:
-        """Returns generated token ids, (B, T), as transformers' `generate`; every rank must call it."""
+        """Returns token ids, (B, T), as transformers' `generate`, in evaluation mode; every rank must call it."""
         # Ranks that stop early must go on helping the others to gather sharded weights.
         synced = self.stage == 3 and distributed.world_size() > 1
-        with self.selected(), torch.no_grad():
-            return self.module.generate(synced_gpus=synced, **kwargs)  # type: ignore[operator]
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with self.selected(), torch.no_grad():
+                return self.module.generate(synced_gpus=synced, **kwargs)  # type: ignore[operator,no-any-return]
+        finally:
+            self.set_training(was_training)
 
     def selected(self) -> AbstractContextManager[None]:
         """Returns a context in which this model's plugin is the active one."""
@@ -110,7 +117,7 @@ class ModelHandle:
         """Puts a trained model into training or evaluation mode; a frozen one is always in evaluation mode."""
         self.module.train(mode and self.trainable)
 
-    # What it is --------------------------------------------------------------------------------------------------------
+    # What it is ------------------------------------------------------------------------------------------------------
 
     @property
     def stage(self) -> int | None:
@@ -139,7 +146,7 @@ class ModelHandle:
     def local_weights(self) -> Iterator[Tensor]:
         """Yields this rank's part of each weight: all of it, or its ZeRO-3 partition."""
         for parameter in self.module.parameters():
-            yield parameter.ds_tensor if is_sharded(parameter) else parameter.data
+            yield parameter.ds_tensor if is_sharded(parameter) else parameter.data  # type: ignore[attr-defined]
 
     def learning_rate(self) -> float | None:
         """Returns the rate of the last update."""
@@ -162,7 +169,7 @@ def is_sharded(parameter: nn.Parameter) -> bool:
 
 
 def _numel(parameter: nn.Parameter) -> int:
-    return int(parameter.ds_numel) if is_sharded(parameter) else parameter.numel()
+    return int(parameter.ds_numel) if is_sharded(parameter) else parameter.numel()  # type: ignore[attr-defined]
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -25,7 +25,8 @@ _REPORT = "TRAINER_RANK_REPORT"  # where each says how it ended
 _LAUNCHER = "TRAINER_LAUNCHER"  # and whose death they follow: a process id
 
 _POLL_SECONDS = 0.1
-_GRACE_SECONDS = 3.0  # for the other ranks to end by themselves, and to say why, once one has failed
+_REPORT_SECONDS = 1.0  # for ranks that fail together to say so
+_GRACE_SECONDS = 8.0  # then for the others to write their summary, once they are told
 _CLOSE_SECONDS = 10  # between SIGTERM and SIGKILL, for ranks that hang in a collective
 _SAVE_SECONDS = 300.0  # for an interrupted run to save; a second Ctrl-C ends it at once
 _TAIL_LINES = 20
@@ -33,13 +34,17 @@ _TAIL_LINES = 20
 # What a rank says when another one is gone: never the cause.
 _SECONDARY = re.compile(
     r"connection (reset|closed|refused)|broken pipe|closed by peer|socket closed|gloo|nccl|process ?group|"
-    r"dist(backend|network|store)error|tcpstore|recvvalue|unhandled system error",
+    r"dist(backend|network|store)error|tcpstore|recvvalue|unhandled system error|another rank failed",
     re.IGNORECASE,
 )
 
 
 class Terminated(KeyboardInterrupt):
     """The run was asked to end by SIGTERM; handled like Ctrl-C, with another exit status."""
+
+
+class PeerFailed(RuntimeError):
+    """Raised in a rank when the launcher tells it that another one has failed: the run fails, it is not interrupted."""
 
 
 @dataclass(kw_only=True)
@@ -51,14 +56,20 @@ class Report:
     time: float
 
 
-def raise_on_sigterm() -> None:
-    """Makes SIGTERM raise Terminated in the main thread."""
+def raise_on_signals() -> None:
+    """Makes SIGTERM raise Terminated, and the launcher's word PeerFailed, in the main thread."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, _raise_terminated)
+        if is_own_rank():
+            signal.signal(signal.SIGUSR1, _raise_peer_failed)
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> None:
     raise Terminated(f"signal {number}")
+
+
+def _raise_peer_failed(number: int, frame: FrameType | None) -> None:
+    raise PeerFailed("another rank failed")
 
 
 def is_rank() -> bool:
@@ -132,8 +143,9 @@ def start_ranks(command: Sequence[str], *, count: int, folder: Path) -> int:
         try:
             ranks.wait()
         except SignalException as error:
-            ranks.interrupt(signal.Signals(error.sigval))
-            return TERMINATED if error.sigval == signal.SIGTERM else INTERRUPTED
+            number = signal.SIGINT if error.sigval == signal.SIGINT else signal.SIGTERM
+            ranks.interrupt(number)
+            return INTERRUPTED if number == signal.SIGINT else TERMINATED
         finally:
             ranks.close()
         return ranks.explain()
@@ -167,12 +179,24 @@ class Ranks:
 
     def wait(self) -> None:
         """Returns when all ranks have ended, or some time after the first of them has failed."""
-        deadline = float("inf")
-        while len(self.ended) < len(self.processes) and time.monotonic() < deadline:
-            self._poll()
-            if deadline == float("inf") and (any(self.ended.values()) or self._reports()):
-                deadline = time.monotonic() + _GRACE_SECONDS
+        while not self._have_ended() and not any(self.ended.values()) and not self._reports():
             time.sleep(_POLL_SECONDS)
+        self._wait_until(time.monotonic() + _REPORT_SECONDS)
+        self._send(signal.SIGUSR1)
+        self._wait_until(time.monotonic() + _GRACE_SECONDS)
+
+    def _have_ended(self) -> bool:
+        self._poll()
+        return len(self.ended) == len(self.processes)
+
+    def _wait_until(self, deadline: float) -> None:
+        while not self._have_ended() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def _send(self, number: signal.Signals) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(number)
 
     def _poll(self) -> None:
         for rank, process in self.processes.items():
@@ -183,13 +207,9 @@ class Ranks:
         """Hands a signal on and waits until the ranks have saved; a second signal ends them at once."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(number)
+        self._send(number)
         try:
-            deadline = time.monotonic() + _SAVE_SECONDS
-            while time.monotonic() < deadline and any(process.poll() is None for process in self.processes.values()):
-                time.sleep(_POLL_SECONDS)
+            self._wait_until(time.monotonic() + _SAVE_SECONDS)
         except SignalException:
             _say("interrupted again: ended without saving")
 

@@ -137,7 +137,6 @@ def quiet_third_parties() -> None:
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it found no accelerator
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     for message, category in HARMLESS:
         warnings.filterwarnings("ignore", message=message, category=category, append=bool(sys.warnoptions))
     _route_deepspeed()

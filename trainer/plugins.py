@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,13 @@ from trainer.config import ConfigError
 
 Config = dict[str, Any]
 
+log = logging.getLogger(__name__)
+
 AUTO = "auto"
 REPLICATE = "replicate"  # the whole plugin of a frozen model without an engine
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+RUN_KEYS = (*BATCH_KEYS, "gradient_clipping")  # resolved one by one
 
 # DeepSpeed 0.19.8 takes any other top-level key without a word (runtime/config.py, runtime/constants.py).
 SCALAR_TYPES: dict[str, tuple[type, ...]] = {
@@ -46,13 +51,14 @@ SCALAR_TYPES: dict[str, tuple[type, ...]] = {
     "log_level": (str,),
     "sequence_parallel_size": (int,),
 }
-BLOCKS = frozenset(
-    "zero_optimization bf16 fp16 optimizer scheduler torch_autocast data_types checkpoint activation_checkpointing "
-    "aio flops_profiler comms_logger tensorboard wandb csv_monitor comet monitor_config timers compile hybrid_engine "
-    "tensor_parallel expert_parallel weight_quantization data_efficiency curriculum_learning autotuning elasticity "
-    "pipeline compression_training sparse_attention eigenvalue progressive_layer_drop datastates_ckpt nebula "
-    "use_node_local_storage python_gc amp".split()
-)
+BLOCKS = frozenset({
+    "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "torch_autocast", "data_types", "checkpoint",
+    "activation_checkpointing", "aio", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
+    "comet", "monitor_config", "timers", "compile", "hybrid_engine", "tensor_parallel", "expert_parallel",
+    "weight_quantization", "data_efficiency", "curriculum_learning", "autotuning", "elasticity", "pipeline",
+    "compression_training", "sparse_attention", "eigenvalue", "progressive_layer_drop", "datastates_ckpt", "nebula",
+    "use_node_local_storage", "python_gc", "amp",
+})  # fmt: skip
 UNSUPPORTED = {
     "managed_gradient_accumulation": "the trainer owns the accumulation boundary; remove the key",
     "amp": "NVIDIA Apex AMP is not supported; set models.<name>.dtype",
@@ -84,7 +90,7 @@ class Facts:
     def warmup_updates(self) -> int:
         """Returns the number of updates the schedule warms up for; a share of them below 1."""
         warmup = self.scheduler.get("warmup_steps", 0)
-        return max(1, round(warmup * self.num_updates if 0 < warmup < 1 else warmup))
+        return max(1, int(round(warmup * self.num_updates if 0 < warmup < 1 else warmup)))  # noqa: RUF046 - YAML's Any
 
 
 # Reading ------------------------------------------------------------------------------------------------------------
@@ -142,7 +148,17 @@ def uses_engine(config: Mapping[str, Any]) -> bool:
 
 def stage_of(config: Mapping[str, Any]) -> int:
     """Returns the ZeRO stage."""
-    return int(config.get("zero_optimization", {}).get("stage", 0))
+    return int((config.get("zero_optimization") or {}).get("stage", 0))
+
+
+def dtype_of(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Returns the data type that the plugin itself fixes, None where it leaves that open."""
+    enabled = {block: (config.get(block) or {}).get("enabled", AUTO) for block in ("bf16", "fp16")}
+    if enabled["bf16"] is True:
+        return torch.bfloat16
+    if enabled["fp16"] is True:
+        return torch.float16
+    return torch.float32 if enabled["bf16"] is False else None
 
 
 # Checking -----------------------------------------------------------------------------------------------------------
@@ -165,7 +181,7 @@ def check_plugin(name: str, plugin: Mapping[str, Any], *, trainable: bool, optim
         return _check_replicate(key, name, config, trainable)
     problems = list(_check_keys(key, config)) + list(_check_blocks(key, config))
     if not problems:
-        problems = list(_check_combination(key, name, config, trainable, optimizer))
+        problems = list(_check_combination(key, name, config, trainable, optimizer)) + _unresolvable(key, config)
     return problems
 
 
@@ -201,11 +217,15 @@ def _check_twice_given(name: str, config: Config, overrides: list[str]) -> Itera
 def _check_replicate(key: str, name: str, config: Config, trainable: bool) -> list[str]:
     if trainable:
         return [
-            f"{key}=replicate has no engine, but models.{name} is trained; "
-            f"choose plugin@{key}=zero0, zero1, zero2 or zero3, or set models.{name}.trainable=false"
+            (
+                f"{key}=replicate has no engine, but models.{name} is trained; "
+                f"choose plugin@{key}=zero0, zero1, zero2 or zero3, or set models.{name}.trainable=false"
+            )
         ]
     extra = sorted(set(config) - {REPLICATE})
-    return [f"{key}.{extra[0]} has no effect beside replicate=true; choose plugin@{key}=zero3_inference"] if extra else []
+    return (
+        [f"{key}.{extra[0]} has no effect beside replicate=true; choose plugin@{key}=zero3_inference"] if extra else []
+    )
 
 
 def _check_keys(key: str, config: Config) -> Iterator[str]:
@@ -238,6 +258,9 @@ def _check_blocks(key: str, config: Config) -> Iterator[str]:
             yield from (_explain(f"{key}.{name}", schema, item) for item in error.errors())
         except (ValueError, AssertionError) as error:
             yield f"{key}.{name}: {error}"
+    zero = config.get("zero_optimization")
+    if isinstance(zero, dict) and zero.get("stage") == AUTO:
+        yield f"{key}.zero_optimization.stage=auto cannot be resolved: it is the choice to make; write 0, 1, 2 or 3"
     for name in ("optimizer", "scheduler"):
         block = config.get(name)
         if block is not None and not (isinstance(block, dict) and isinstance(block.get("type"), str)):
@@ -270,17 +293,15 @@ def _did_you_mean(word: str, known: list[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _check_combination(
-    key: str, name: str, config: Config, trainable: bool, optimizer: str | None
-) -> Iterator[str]:
+def _check_combination(key: str, name: str, config: Config, trainable: bool, optimizer: str | None) -> Iterator[str]:
     stage = stage_of(config)
     if not trainable and stage != 3:
         yield (
-            f"{key} is ZeRO-{stage}, but models.{name} is frozen: stages 0 to 2 shard or reduce for an optimizer, which "
-            f"a frozen model lacks; choose plugin@{key}=zero3_inference (sharded) or replicate (whole on every rank)"
+            f"{key} is ZeRO-{stage}, but models.{name} is frozen: stages 0 to 2 shard or reduce for an optimizer, "
+            f"which a frozen model lacks; choose plugin@{key}=zero3_inference (sharded) or replicate (one per rank)"
         )
         return
-    zero = config.get("zero_optimization", {})
+    zero = config.get("zero_optimization") or {}
     if _offloads(zero, "offload_param") and stage != 3:
         yield f"{key}.zero_optimization.offload_param needs stage 3, but the stage is {stage}"
     if not trainable:
@@ -295,10 +316,21 @@ def _check_offloaded_optimizer(key: str, name: str, config: Config, optimizer: s
     if optimizer is None or optimizer in OFFLOAD_OPTIMIZERS or config.get("zero_force_ds_cpu_optimizer") is False:
         return
     yield (
-        f"models.{name}.optimizer is {optimizer}, but {key} offloads the optimizer to the CPU, where Accelerate would "
-        f"replace it by DeepSpeedCPUAdam without a word; choose optimizer@models.{name}.optimizer=cpu_adamw, or keep "
-        f"{optimizer} (slower) with {key}.zero_force_ds_cpu_optimizer=false"
+        f"models.{name}.optimizer is {optimizer}, but {key} offloads the optimizer to the CPU, where DeepSpeed takes "
+        f"only its own (and Accelerate would put DeepSpeedCPUAdam in its place without a word); choose "
+        f"optimizer@models.{name}.optimizer=cpu_adamw, or keep {optimizer} (slower) with "
+        f"{key}.zero_force_ds_cpu_optimizer=false"
     )
+
+
+def _unresolvable(key: str, config: Config) -> list[str]:
+    """Returns the problems of the `auto`s that no run says the value of."""
+    node, problems = copy.deepcopy({name: config[name] for name in config if name not in RUN_KEYS}), list[str]()
+    facts = Facts(
+        micro_batch=1, accumulation=1, world_size=1, dtype=torch.float32, trainable=True, optimizer={"lr": 1.0}
+    )
+    _replace_autos(key, node, "", _autos(node, facts), problems)
+    return problems
 
 
 def _offloads(zero: Mapping[str, Any], block: str) -> bool:
@@ -313,10 +345,11 @@ def resolve(key: str, config: Mapping[str, Any], facts: Facts) -> Config:
 
     Raises ConfigError for an `auto` that nothing says the value of, and for a batch key that differs from the run's.
     """
-    resolved: Config = copy.deepcopy(dict(config))
+    resolved: Config = {name: copy.deepcopy(value) for name, value in config.items() if value is not None}
     _set_batch(key, resolved, facts)
     _set_dtype(key, resolved, facts)
-    zero = resolved.setdefault("zero_optimization", {"stage": 0})
+    zero = resolved.setdefault("zero_optimization", {})
+    zero["stage"] = stage_of(resolved)
     # True patches torch.nn.functional.linear for every model of the process.
     zero["memory_efficient_linear"] = False
     clipping = resolved.get("gradient_clipping", AUTO)
@@ -330,24 +363,48 @@ def resolve(key: str, config: Mapping[str, Any], facts: Facts) -> Config:
         # DeepSpeed's own default is "log", which is not what anyone expects of a warmup
         resolved["scheduler"].setdefault("params", {}).setdefault("warmup_type", "linear")
     problems: list[str] = []
-    _replace_autos(key, resolved, "", _autos(facts), problems)
+    _replace_autos(key, resolved, "", _autos(resolved, facts), problems)
     if problems:
         raise ConfigError(*problems)
     return resolved
 
 
+def log_rewrites(key: str, config: Mapping[str, Any], facts: Facts) -> None:
+    """Says which of the plugin's values do not count, or count instead of a value of the model."""
+    if not facts.trainable:
+        for name, value in _given_batch(config).items():
+            if value != _batch(facts)[name]:
+                log.info("%s.%s=%s is set to %s: the model is frozen and follows the run", key, name, value,
+                         _batch(facts)[name])  # fmt: skip
+        for block in ("optimizer", "scheduler"):
+            if config.get(block) is not None:
+                log.info("%s.%s is left out: the model is frozen", key, block)
+    if (config.get("zero_optimization") or {}).get("memory_efficient_linear") is True:
+        log.info("%s.zero_optimization.memory_efficient_linear=true is set to false: it changes all models", key)
+    clipping = config.get("gradient_clipping", AUTO)
+    if facts.trainable and facts.max_grad_norm is not None and clipping not in (AUTO, facts.max_grad_norm):
+        log.info("%s.gradient_clipping=%s wins over max_grad_norm=%s", key, clipping, facts.max_grad_norm)
+
+
+def _batch(facts: Facts) -> dict[str, int]:
+    return {
+        "train_batch_size": facts.micro_batch * facts.accumulation * facts.world_size,
+        "train_micro_batch_size_per_gpu": facts.micro_batch,
+        "gradient_accumulation_steps": facts.accumulation,
+    }
+
+
+def _given_batch(config: Mapping[str, Any]) -> dict[str, int]:
+    return {name: config[name] for name in BATCH_KEYS if config.get(name, AUTO) not in (AUTO, None)}
+
+
 def _set_batch(key: str, config: Config, facts: Facts) -> None:
-    run = dict(
-        train_batch_size=facts.micro_batch * facts.accumulation * facts.world_size,
-        train_micro_batch_size_per_gpu=facts.micro_batch,
-        gradient_accumulation_steps=facts.accumulation,
-    )
-    given = {name: config[name] for name in BATCH_KEYS if config.get(name, AUTO) != AUTO}
+    run = _batch(facts)
     if facts.trainable:
         wrong = [
             f"{key}.{name}={value}, but the run's is {run[name]} (data.batch_size={facts.micro_batch}, "
             f"accumulation {facts.accumulation}, {facts.world_size} ranks); write auto there or change the run"
-            for name, value in given.items()
+            for name, value in _given_batch(config).items()
             if value != run[name]
         ]
         if wrong:
@@ -372,23 +429,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _autos(facts: Facts) -> dict[str, Callable[[], Any]]:
+def _autos(config: Config, facts: Facts) -> dict[str, Callable[[], Any]]:
     hidden = facts.hidden_size
-    lr = facts.optimizer.get("lr", 1e-3)
-    return {
+    given = (config.get("optimizer") or {}).get("params", {}).get("lr", AUTO)
+    lr = facts.optimizer.get("lr") if given == AUTO else given
+    rate = {} if lr is None else {"optimizer.params.lr": lambda: lr, "scheduler.params.warmup_max_lr": lambda: lr}
+    return rate | {
         # as transformers fills them: reduce and prefetch by one square weight, keep small weights whole
         "zero_optimization.reduce_bucket_size": lambda: hidden * hidden if hidden else int(5e8),
         "zero_optimization.stage3_prefetch_bucket_size": lambda: int(0.9 * hidden * hidden) if hidden else int(5e7),
         "zero_optimization.stage3_param_persistence_threshold": lambda: 10 * hidden if hidden else int(1e5),
         "zero_optimization.offload_optimizer.pin_memory": lambda: facts.on_gpu,
         "zero_optimization.offload_param.pin_memory": lambda: facts.on_gpu,
-        "optimizer.params.lr": lambda: lr,
         "optimizer.params.betas": lambda: list(facts.optimizer.get("betas", (0.9, 0.999))),
         "optimizer.params.eps": lambda: facts.optimizer.get("eps", 1e-8),
         "optimizer.params.weight_decay": lambda: facts.optimizer.get("weight_decay", 0.0),
         "optimizer.params.momentum": lambda: facts.optimizer.get("momentum", 0.0),
         "scheduler.params.warmup_min_lr": lambda: 0.0,
-        "scheduler.params.warmup_max_lr": lambda: lr,
         "scheduler.params.warmup_num_steps": facts.warmup_updates,
         "scheduler.params.total_num_steps": lambda: facts.num_updates,
         "scheduler.params.warmup_type": lambda: "linear",
@@ -402,6 +459,8 @@ def _replace_autos(
         path = f"{prefix}{name}"
         if isinstance(value, dict):
             _replace_autos(key, value, f"{path}.", autos, problems)
+        elif isinstance(value, list) and AUTO in value:
+            problems.append(f"{key}.{path}={value}: an `auto` within a list cannot be resolved; write its numbers")
         elif value != AUTO:
             continue
         elif path in autos:

@@ -42,3 +42,9 @@ class Tally:
         table = torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in names])
         sums, counts = distributed.sum_over_ranks(table).cpu().T.tolist()
         return {name: total / count if count else total for name, total, count in zip(names, sums, counts, strict=True)}
+
+    def find_non_finite(self) -> str:
+        """Returns the names whose sums are NaN or infinite, with the ranks; every rank must call it."""
+        here = [name for name, total in self._sums.items() if not torch.isfinite(total)]
+        by_rank = distributed.gather(here)
+        return "; ".join(f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(by_rank) if names)

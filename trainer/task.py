@@ -19,6 +19,10 @@ IGNORED = -100  # the label that does not count, as in torch and transformers
 JOINT = "joint"  # the key of one loss through every trained model that it depends on
 
 
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is NaN or infinite, and training on makes no sense."""
+
+
 @dataclass(kw_only=True)
 class StepOutput:
     """Losses and metrics of one micro-batch.

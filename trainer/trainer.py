@@ -25,7 +25,7 @@ from trainer.loggers.logger import Logger
 from trainer.plan import show_plan
 from trainer.seeds import seed_everything
 from trainer.tally import Tally
-from trainer.task import JOINT, Batch, StepOutput, TaskModule
+from trainer.task import JOINT, Batch, NonFiniteError, StepOutput, TaskModule
 from trainer.window import EVERY, Window, check_keys, owner
 
 if TYPE_CHECKING:
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 REFERENCE = "reference/"
-
-
-class NonFiniteError(RuntimeError):
-    """A loss is NaN or infinite; no model was updated with it."""
 
 
 @dataclass(kw_only=True)
@@ -206,7 +202,7 @@ class MultiModelTrainer:
             return
         self._reduced = tally.reduce()
         losses = {name: value for name, value in self._reduced.items() if name.endswith("/loss")}
-        _check_finite(losses, step=self.global_step + 1)
+        _check_finite(losses, tally, step=self.global_step + 1)
         self._reduced["loss"] = sum(losses.values())
         for model in stepping:
             self.emit("on_before_optimizer_step", name=model.name)
@@ -369,12 +365,13 @@ def _check_roles(models: Mapping[str, ModelSpec], plugins: Mapping[str, Any]) ->
         raise ConfigError(f"'{name}' has no {missing}")
 
 
-def _check_finite(losses: Mapping[str, float], *, step: int) -> None:
+def _check_finite(losses: Mapping[str, float], tally: Tally, *, step: int) -> None:
     bad = {name.removesuffix("/loss"): value for name, value in losses.items() if not math.isfinite(value)}
     if bad:
         raise NonFiniteError(
-            f"the loss of {', '.join(f'{name} is {value}' for name, value in bad.items())} at step {step}; no model was "
-            f"updated. Is a mean taken over no items, a logarithm of 0, or the learning rate too high?"
+            f"the loss of {', '.join(f'{name} is {value}' for name, value in bad.items())} at step {step} (not finite: "
+            f"{tally.find_non_finite()}); no model was updated. Is a mean taken over no items, a logarithm of 0, or is "
+            "the learning rate too high?"
         )
 
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.early_stopping import EarlyStopping
     from trainer.callbacks.model_summary import ModelSummary
     from trainer.callbacks.monitor import ModelMonitor
-    from trainer.callbacks.non_finite import NonFiniteError, NonFiniteGuard
+    from trainer.callbacks.non_finite import NonFiniteGuard
     from trainer.callbacks.progress import ProgressBar
     from trainer.callbacks.samples import SampleTable
     from trainer.callbacks.throughput import Throughput
@@ -18,7 +18,6 @@ __all__ = [
     "EarlyStopping",
     "ModelMonitor",
     "ModelSummary",
-    "NonFiniteError",
     "NonFiniteGuard",
     "ProgressBar",
     "SampleTable",
@@ -30,7 +29,6 @@ _MODULES = {
     "EarlyStopping": "early_stopping",
     "ModelMonitor": "monitor",
     "ModelSummary": "model_summary",
-    "NonFiniteError": "non_finite",
     "NonFiniteGuard": "non_finite",
     "ProgressBar": "progress",
     "SampleTable": "samples",

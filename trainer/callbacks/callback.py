@@ -37,7 +37,7 @@ class Callback:
         """Before a micro-batch's training_step; batch_idx counts within the window."""
 
     def on_before_backward(self, trainer: MultiModelTrainer, task: TaskModule, name: str, loss: Tensor) -> None:
-        """Before a loss is backpropagated; name is a model's or "joint"; loss carries its weight in the global batch."""
+        """Before a loss is backpropagated, weighted by its items' share; name is a model's or "joint"."""
 
     def on_after_backward(self, trainer: MultiModelTrainer, task: TaskModule, name: str) -> None:
         """After a loss was backpropagated."""
@@ -54,10 +54,7 @@ class Callback:
         """After this model's update and its schedule's step."""
 
     def on_train_step_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
-        """After a window; `metrics` is reduced over all ranks and may be added to: it is logged when `is_log_step`.
-
-        It is empty between two log steps.
-        """
+        """After a window; `metrics` is reduced over all ranks and may be added to: it is logged when `is_log_step`."""
 
     def on_train_epoch_end(self, trainer: MultiModelTrainer, task: TaskModule, epoch: int) -> None:
         """After the last window of an epoch."""

@@ -7,16 +7,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from trainer.callbacks.callback import Callback
+from trainer.task import NonFiniteError
 
 if TYPE_CHECKING:
     from trainer.task import TaskModule
     from trainer.trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)
-
-
-class NonFiniteError(RuntimeError):
-    """A model's gradients are infinite or NaN, and training on makes no sense."""
 
 
 class NonFiniteGuard(Callback):

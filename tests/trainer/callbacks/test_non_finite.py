@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from trainer.callbacks import NonFiniteError, NonFiniteGuard
+from trainer import NonFiniteError
+from trainer.callbacks import NonFiniteGuard
 
 
 def stand_in(*, norm: float | None, applied: bool) -> Any:

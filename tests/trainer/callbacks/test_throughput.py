@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks import run_ranks
 
+from tests.ranks import run_ranks
 from trainer.callbacks import Throughput
 from trainer.callbacks.throughput import count_tokens
 
@@ -35,7 +35,7 @@ def test_tokens_per_second_counts_the_mask_of_all_micro_batches() -> None:
     metrics = step(callback, trainer, [batch, batch])
 
     assert metrics["perf/tokens_per_s"] * metrics["perf/step_time"] == pytest.approx(10)
-    assert 0.05 <= metrics["perf/step_time"] < 0.5
+    assert metrics["perf/step_time"] >= 0.05
     assert metrics["perf/memory_gb"] > 0.05  # this process, with torch in it
 
 
@@ -45,12 +45,12 @@ def test_step_time_is_the_mean_since_the_last_log_step_without_validation() -> N
 
     assert step(callback, trainer, [], seconds=0.02) == {}
     callback.on_validation_start(trainer, None)
-    time.sleep(0.5)
+    time.sleep(1.0)
     callback.on_validation_end(trainer, None, {})
     trainer.is_log_step = True
     metrics = step(callback, trainer, [{"x": torch.zeros(3, 2)}], seconds=0.04)
 
-    assert 0.03 <= metrics["perf/step_time"] < 0.2
+    assert 0.03 <= metrics["perf/step_time"] < 0.4
     assert metrics["perf/examples_per_s"] * 2 * metrics["perf/step_time"] == pytest.approx(3)
 
 

@@ -1,0 +1,113 @@
+"""Checks of a whole configuration before anything is started."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer import check
+from trainer.compose import Request, compose_run, conf_dir
+
+
+def problems_of(*overrides: str) -> list[str]:
+    """Returns what is wrong with the distill task on local names, so that no asset is looked for."""
+    names = ("models.student.build.config.model_type=llama", "models.teacher.build.config.model_type=llama")
+    groups = [f"model@models.{name}.build=causal_lm_from_config" for name in ("student", "teacher")]
+    drop = ("~models.student.build.name", "~models.teacher.build.name")
+    composition = compose_run(Request(overrides=(*groups, *names, *drop, *overrides), config_path=conf_dir()))
+    assert composition.problems == []
+    return check.problems(composition.cfg, composition.overrides)
+
+
+def test_a_good_configuration_has_no_problem():
+    assert problems_of() == []
+
+
+def test_problems_of_all_kinds_come_at_once(tmp_path: Path):
+    found = problems_of(
+        "task._target_=tasks.distil.DistillTask",
+        "callbacks.samples.promts=3",
+        "callbacks.samples.max_new_tokens=many",
+        "models.student.optimizer.lrr=2",
+        "models.student.scheduler.total_stepss=3",
+        "optimizer@models.teacher.optimizer=sgd",
+        "trainer.max_steps=0",
+        "trainer.gradient_accumulation_steps=4",
+        "models.student.gradient_accumulation_steps=3",
+        "models.student.dtype=bf16",
+        f"data.train={tmp_path}/gone.jsonl",
+        "data.validation_fraction=2",
+        "data.collate=3",
+        "mode=fitt",
+        "task.terms.forward_kl.wieght=2",
+        "task.terms.foward_kl.weight=2",
+        "models.student.plugin.zero_optimization.stag=2",
+        "logger.wandb.project=???",
+    )
+
+    expected = {
+        "task._target_=tasks.distil.DistillTask": "did you mean distill?",
+        "callbacks.samples.promts": "did you mean prompts?",
+        "callbacks.samples.max_new_tokens=many": "must be a number",
+        "models.student.optimizer.lrr": "did you mean lr?",
+        "models.student.scheduler.total_stepss": "did you mean total_steps?",
+        "models.teacher.optimizer is given": "choose optimizer@models.teacher.optimizer=null",
+        "trainer.max_steps=0": "must be at least 1",
+        "models.student.gradient_accumulation_steps=3": "must divide trainer.gradient_accumulation_steps=4",
+        "models.student.dtype=bf16": "one of auto, float32, bfloat16, float16",
+        f"data.train={tmp_path}/gone.jsonl": "no such file",
+        "data.validation_fraction=2.0": "between 0 and 1",
+        "data.collate=3": "must be a node with _target_",
+        "mode=fitt": "did you mean fit?",
+        "task.terms.forward_kl.wieght": "did you mean weight?",
+        "task.terms.foward_kl.function is missing": "did you mean forward_kl?",
+        "models.student.plugin.zero_optimization.stag": "stage",
+        "logger.wandb.project is missing": "logger.wandb.project=...",
+    }
+    for start, text in expected.items():
+        assert any(problem.startswith(start) and text in problem for problem in found), (start, found)
+    assert len(found) == len(expected), found
+
+
+def test_a_trainable_model_needs_an_optimizer():
+    (problem,) = problems_of("optimizer@models.student.optimizer=null", "scheduler@models.student.scheduler=null")
+
+    assert problem.startswith(
+        "models.student.optimizer is missing, but models.student is trainable; "
+        "add `- /optimizer@models.student.optimizer: adamw` to the task's defaults"
+    )
+
+
+def test_fitting_needs_an_end_and_a_model_to_train():
+    off = (
+        "models.student.trainable=false",
+        "optimizer@models.student.optimizer=null",
+        "scheduler@models.student.scheduler=null",
+        "plugin@models.student.plugin=replicate",
+    )
+    found = problems_of(*off, "trainer.max_steps=null")
+
+    assert len(found) == 2, found
+    assert "trainer.max_steps and trainer.max_epochs are both missing" in found[0]
+    assert "no model is trainable" in found[1]
+    assert problems_of(*off, "trainer.max_steps=null", "mode=validate") == []
+
+
+def test_a_users_module_that_fails_to_import_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "broken_task.py").write_text("x = 1\n\n1 / 0\n")
+    (tmp_path / "short_task.py").write_text("class Task:\n    def __init__(self, width): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    broken = problems_of("task._target_=broken_task.Task")
+    short = problems_of("task._target_=short_task.Tsak")
+    needs = problems_of("task._target_=short_task.Task", "task.with=3")
+
+    assert any("raised ZeroDivisionError" in problem and "broken_task.py:3" in problem for problem in broken)
+    assert any("did you mean Task?" in problem for problem in short)
+    assert "task.width is missing: short_task.Task needs it" in needs
+    assert any(problem.startswith("task.with: short_task.Task has no such parameter") for problem in needs)
+
+
+def test_what_the_trainer_gives_itself_may_not_be_given():
+    (problem,) = problems_of("models.student.optimizer.params=3")
+
+    assert problem == "models.student.optimizer.params: the trainer gives this one itself; drop it"

@@ -1,0 +1,218 @@
+"""Composing: what is refused, in which words, and what is let through."""
+
+from pathlib import Path
+
+import pytest
+
+from trainer.compose import Composition, Request, compose_run, conf_dir, nearest
+from trainer.saved import claim_folder, propose_folder, resolved, save_config
+
+
+def compose_with(*overrides: str, config_dir: Path | None = None) -> Composition:
+    return compose_run(Request(overrides=overrides, config_path=conf_dir(), config_dir=config_dir))
+
+
+def test_default_configuration_composes():
+    composition = compose_with()
+
+    assert composition.problems == []
+    assert composition.cfg.task._target_ == "tasks.distill.DistillTask"
+    assert "hydra" not in composition.cfg
+
+
+def test_all_problems_of_the_command_line_come_at_once_with_the_nearest_name():
+    problems = compose_with(
+        "task=distil",
+        "trainer.max_stps=3",
+        "trainer.val_every=often",
+        "plugin@models.student.plugin=zero9",
+        "plugin@models.studnet.plugin=zero1",
+        "pluging@models.student.plugin=zero1",
+        "logger=[jsonl,wnadb]",
+        "models.studnet.build.name=org/small",
+        "lr=3",
+        "data.train=a=b.txt",
+        "data.tokenizer=a,b",
+        "faster",
+        "+trainer.speed=9",
+    ).problems
+
+    expected = {
+        "task=distil": "did you mean distill?",
+        "trainer.max_stps=3": "did you mean trainer.max_steps?",
+        "trainer.val_every=often": "could not be converted to Integer",
+        "plugin@models.student.plugin=zero9": "one of file, replicate, zero0, zero1",
+        "plugin@models.studnet.plugin=zero1": "did you mean plugin@models.student.plugin?",
+        "pluging@models.student.plugin=zero1": "did you mean plugin?",
+        "logger=[jsonl,wnadb]": "did you mean wandb?",
+        "models.studnet.build.name=org/small": "did you mean models.student.build.name?",
+        "lr=3": "did you mean models.student.optimizer.lr?",
+        "data.train=a=b.txt": """quotes: data.train='"a=b.txt"'""",
+        "data.tokenizer=a,b": "need -m",
+        "faster": "not of the form key=value",
+        "trainer.speed": "there is no such key",
+    }
+    assert len(problems) == len(expected)
+    for override, text in expected.items():
+        assert any(problem.startswith(f"{override}:") and text in problem for problem in problems), (override, problems)
+
+
+def test_a_choice_for_no_model_names_those_that_there_are():
+    (problem,) = compose_with("plugin=zero2").problems
+
+    assert "plugin@models.student.plugin or plugin@models.teacher.plugin" in problem or (
+        "plugin@models.teacher.plugin or plugin@models.student.plugin" in problem
+    )
+
+
+def test_a_group_takes_a_name_and_no_mapping():
+    (problem,) = compose_with("task={_target_: mine.Task}").problems
+
+    assert "takes a name (one of distill" in problem
+
+
+def test_keys_that_an_object_may_take_need_no_plus():
+    composition = compose_with(
+        "models.student.optimizer.fused=true",
+        "models.student.plugin.zero_optimization.overlap_comm=true",
+        "task.temperature=2",
+        "callbacks.samples.order=3",
+        "data.collate._target_=my.Collate",
+        "data.collate.width=3",
+    )
+
+    assert composition.problems == []
+    assert composition.cfg.models.student.optimizer.fused is True
+    assert composition.cfg.models.student.plugin.zero_optimization.overlap_comm is True
+    assert composition.cfg.data.collate == {"_target_": "my.Collate", "width": 3}
+
+
+def test_null_is_none_for_every_group():
+    composition = compose_with(
+        "logger=null", "callbacks=null", "optimizer@models.student.optimizer=null", "experiment=null"
+    )
+
+    assert composition.problems == []
+    assert composition.cfg.logger == {}
+    assert composition.cfg.callbacks == {}, "not even those that the task lists"
+    assert composition.cfg.models.student.optimizer is None
+
+
+def test_a_key_below_null_says_what_to_choose_first():
+    (problem,) = compose_with("models.teacher.optimizer.lr=1").problems
+
+    assert "models.teacher.optimizer is null" in problem
+    assert "optimizer@models.teacher.optimizer=" in problem
+
+
+def test_experiment_and_debug_lie_over_the_task():
+    cfg = compose_with("experiment=distill_mixed", "debug=fast").cfg
+
+    assert cfg.task.terms.cross_entropy.weight == 0.5
+    assert cfg.trainer.max_steps == 2
+
+
+@pytest.fixture
+def user_conf(tmp_path: Path) -> Path:
+    """Returns a conf folder with one good task and one with mistakes."""
+    (tmp_path / "task").mkdir()
+    (tmp_path / "experiment").mkdir()
+    head = "# @package _global_\ndefaults: [/data: text, /model@models.m.build: causal_lm, /plugin@models.m.plugin: "
+    (tmp_path / "task" / "mine.yaml").write_text(head + "zero1, _self_]\ntask: {_target_: mine.Task}\n")
+    wrong = "zero1, _self_]\ntask: {_target_: mine.Task}\nmodels: {m: {trainabel: true, max_grad_norm: big}}\n"
+    (tmp_path / "task" / "wrong.yaml").write_text(head + wrong)
+    (tmp_path / "task" / "lost.yaml").write_text(head + "zeroo1, _self_]\n")
+    (tmp_path / "task" / "broken.yaml").write_text("a: [1\nb: 2\n")
+    (tmp_path / "experiment" / "wrong.yaml").write_text("# @package _global_\ntrainer: {max_step: 3}\n")
+    return tmp_path
+
+
+def test_a_users_folder_brings_tasks(user_conf: Path):
+    composition = compose_with("task=mine", "data.train=x.txt", config_dir=user_conf)
+
+    assert composition.problems == []
+    assert composition.cfg.models.m.plugin.zero_optimization.stage == 1
+    assert str(propose_folder(composition.hydra)).startswith("outputs/mine/")
+
+
+def test_every_wrong_entry_of_every_file_is_named_with_its_path(user_conf: Path):
+    problems = compose_with("task=wrong", "experiment=wrong", "trainer.max_stps=1", config_dir=user_conf).problems
+
+    assert len(problems) == 4, problems
+    expected = {
+        "task/wrong.yaml: models.m.trainabel": "did you mean models.m.trainable?",
+        "task/wrong.yaml: models.m.max_grad_norm": "could not be converted to Float",
+        "experiment/wrong.yaml: trainer.max_step:": "did you mean trainer.max_steps?",
+        "trainer.max_stps=1": "did you mean trainer.max_steps?",
+    }
+    for start, text in expected.items():
+        assert any(start in problem and text in problem for problem in problems), (start, problems)
+
+
+@pytest.mark.parametrize(("task", "text"), [("lost", "did you mean zero1?"), ("broken", "line 2")])
+def test_a_file_that_cannot_be_read_is_named(user_conf: Path, task: str, text: str):
+    (problem,) = compose_with(f"task={task}", config_dir=user_conf).problems
+
+    assert f"task/{task}.yaml: " in problem
+    assert text in problem
+
+
+def test_missing_folders_and_files_are_refused(tmp_path: Path):
+    (problem,) = compose_run(Request(config_path=tmp_path / "gone")).problems
+    assert "--config-path" in problem
+    (problem,) = compose_run(Request(config_path=conf_dir(), config_dir=tmp_path / "gone")).problems
+    assert "--config-dir" in problem
+    (problem,) = compose_run(Request(config_path=conf_dir(), config_name="confog")).problems
+    assert "did you mean config?" in problem
+
+
+def test_a_saved_configuration_composes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PROJECT", "secret")
+    monkeypatch.chdir(tmp_path)
+    first = compose_with("logger.wandb.project=${oc.env:PROJECT}", "logger.wandb.group=${logger.wandb.project}", "seed=7")
+    (tmp_path / "run").mkdir()
+
+    path = save_config(first.cfg, tmp_path / "run")
+    again = compose_run(Request(config_path=tmp_path / "run"))
+
+    text = path.read_text()
+    assert text.startswith("# python -m trainer --config-path=run --config-name=config\n")
+    assert str(tmp_path) not in text
+    assert "secret" not in text
+    assert again.problems == []
+    assert resolved(again.cfg) == resolved(first.cfg)
+    assert again.cfg.logger.wandb.group == "secret"
+    assert propose_folder(again.hydra).parent == Path("outputs/distill")
+    assert compose_run(Request(config_path=tmp_path / "run", overrides=("trainer.max_steps=3",))).cfg.trainer.max_steps == 3
+
+
+def test_group_choices_on_a_saved_configuration_are_refused_with_a_hint(tmp_path: Path):
+    save_config(compose_with().cfg, tmp_path)
+
+    problems = compose_run(
+        Request(config_path=tmp_path, overrides=("plugin@models.student.plugin=zero1", "logger=null"))
+    ).problems
+
+    assert all("saved configuration has no groups" in problem for problem in problems)
+    assert len(problems) == 2
+    assert "~logger.wandb" in problems[1]
+
+
+def test_a_taken_folder_is_not_used_again(tmp_path: Path):
+    name = "2026-01-02_03-04-05-000006"
+
+    first = claim_folder(tmp_path / "task" / name)
+    (first / "run.log").touch()
+    second = claim_folder(tmp_path / "task" / name)
+
+    assert first.name == name
+    assert second.parent == first.parent
+    assert second.name != name
+    assert claim_folder(second) == second, "an empty one is taken as it is"
+
+
+@pytest.mark.parametrize(
+    ("word", "near"), [("trainer.max_stps", "trainer.max_steps"), ("max_steps", "trainer.max_steps"), ("qqq", None)]
+)
+def test_nearest_looks_at_the_whole_key_and_at_its_end(word: str, near: str | None):
+    assert nearest(word, ["trainer.max_steps", "trainer.val_every", "seed"]) == near
