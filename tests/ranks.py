@@ -13,7 +13,9 @@ import torch.multiprocessing as mp
 from trainer.distributed import free_port
 
 
-def run_ranks(function: Callable[..., Any], *args: Any, folder: Path, world_size: int, timeout: float = 240) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], *args: Any, folder: Path, world_size: int, timeout: float = 240
+) -> list[Any]:
     """Returns [function(*args) on rank 0, on rank 1, ...]; raises with the child's traceback if one fails or hangs."""
     context = mp.start_processes(
         _run_one, (function, args, world_size, free_port(), folder), nprocs=world_size, join=False, start_method="spawn"

@@ -1,13 +1,18 @@
 """Reads the command line: Hydra's options, ours, and the key=value words between them."""
 
 import importlib.util
+import re
 import sys
 from argparse import ArgumentError, ArgumentParser, Namespace
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
 
-from trainer.compose import Request, conf_dir, did_you_mean
+from trainer import launch
+from trainer.compose import Request, conf_dir
+from trainer.words import did_you_mean
+
+_LOCAL_RANK = re.compile(r"--local[-_]rank=\d+")  # what DeepSpeed's launcher adds; the environment says the same
 
 
 def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
@@ -19,6 +24,7 @@ def parse(argv: list[str]) -> tuple[Namespace, list[str]]:
         args, rest = parser.parse_known_intermixed_args(argv)
     except ArgumentError as error:
         return Namespace(), [str(error)]
+    rest = [word for word in rest if not _LOCAL_RANK.fullmatch(word)]
     known = [option for action in parser._actions for option in action.option_strings]
     problems = [f"{word}: there is no such option{did_you_mean(word.partition('=')[0], known)}" for word in rest]
     if args.resolve and not args.cfg:
@@ -52,7 +58,7 @@ def use_working_folder() -> None:
     found = importlib.util.find_spec("tasks")
     if found is not None and found.origin and Path(found.origin).resolve() == ours:
         return
-    if found is not None and found.origin:
+    if found is not None and found.origin and not launch.is_own_rank():  # the launcher has said it
         sys.stderr.write(
             f"warning: {Path(found.origin).parent} is not the trainer's package `tasks` and is not used; "
             "rename the folder to import from it\n"

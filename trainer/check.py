@@ -7,8 +7,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import launch, outputs
-from trainer.compose import did_you_mean
 from trainer.targets import target_problems
+from trainer.words import did_you_mean
 
 Config = Mapping[str, Any]
 

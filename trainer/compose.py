@@ -1,40 +1,35 @@
 """Composes a run's configuration with Hydra and collects everything that is wrong with it."""
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, version
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
-from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException
-from hydra.types import RunMode
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from trainer.config import RunConfig, register_schema
+from trainer.conf_files import COMPOSE_ERRORS, file_problems, loader, options_of
+from trainer.config import register_schema
 from trainer.saved import node_of, show
+from trainer.words import did_you_mean, first_line, listed, names_below, nearest
 
-# A plain ValueError is what Hydra 1.3.8 raises for `group=null`.
-COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 _NULL_ERRORS = (AssertionError, AttributeError)  # what OmegaConf 2.3 raises for a key below a mapping that is null
-
 
 _LIST_GROUPS = ("logger", "callbacks")  # take several options: logger=[jsonl,wandb]
 # Where a key that the YAML does not list may be set without `+`; check.py holds it against the target's signature.
 _FREE = re.compile(
-    r"(?P<root>models\.[^.=]+)\.(build|plugin|optimizer|scheduler)\.|(?P<node>(callbacks|logger)\.[^.=]+)\.|"
-    r"(?P<task>task)\.|(?P<data>data)\.(train|validation|collate)\."
+    r"((?P<root>models\.[^.=]+)\.(build|plugin|optimizer|scheduler)|(?P<node>(callbacks|logger)\.[^.=]+)|"
+    r"(?P<task>task)|(?P<data>data)\.(train|validation|collate))(\.|=\{)"
 )
 _WHOLE_GROUPS = ("task", "experiment", "debug")  # without one of these, the rest is another run
 _TASK_KEYS = re.compile(r"[+~]*(models|task|callbacks|logger|data)\b")  # what another task may lack
@@ -48,6 +43,11 @@ class Request:
     config_path: Path
     config_name: str = "config"
     config_dir: Path | None = None
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where YAML files may lie, the user's own first."""
+        return [folder for folder in (self.config_dir, self.config_path) if folder is not None]
 
 
 @dataclass(kw_only=True)
@@ -78,12 +78,13 @@ def compose_run(request: Request) -> Composition:
         return Composition(problems=problems)
     start_hydra(request)
     overrides, problems = _split_grammar(request.overrides)
-    chosen = sorted((o for o in overrides if _is_group(o)), key=lambda o: "@" in o.key_or_group)
-    groups, base, found, intact = _compose_groups(request, [_spell_null(o) for o in chosen])
+    problems += _hidden_files(request)
+    chosen = sorted((o for o in overrides if is_group(o)), key=lambda o: "@" in o.key_or_group)
+    groups, base, found, intact = _compose_groups(request, [spell_null(o) for o in chosen])
     problems += found
     if base is None:
         return Composition(overrides=groups, problems=problems)
-    values = [o for o in overrides if not _is_group(o) and (intact or not _TASK_KEYS.match(str(o.input_line)))]
+    values = [o for o in overrides if not is_group(o) and (intact or not _TASK_KEYS.match(str(o.input_line)))]
     lines = [*_without_callbacks(chosen, base), *(open_free_key(str(o.input_line), base) for o in values)]
     good, cfg, found = _compose_values(request, groups, lines, base)
     problems += found
@@ -114,25 +115,6 @@ def open_free_key(override: str, base: DictConfig) -> str:
     return f"++{override}" if known or is_new_node else override
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Returns the known name that the word most likely stands for."""
-    names = sorted(set(known))
-    close = difflib.get_close_matches(word, names, 1, cutoff=0.75)
-    if not close:
-        last = {name: name.rpartition(".")[2] for name in names}
-        tail = difflib.get_close_matches(word.rpartition(".")[2], last.values(), 1, cutoff=0.75)
-        candidates = [name for name in names if tail and last[name] == tail[0]]
-        close = difflib.get_close_matches(word, candidates, 1, cutoff=0.0)
-    close = close or difflib.get_close_matches(word, names, 1, cutoff=0.6)
-    return close[0] if close else None
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Returns "; did you mean x?" or nothing."""
-    near = nearest(word, known)
-    return f"; did you mean {near}?" if near else ""
-
-
 # --- places and grammar
 
 
@@ -145,6 +127,15 @@ def _missing_places(request: Request) -> Iterator[str]:
     if not (request.config_path / f"{name}.yaml").is_file():
         files = (path.stem for path in request.config_path.glob("*.yaml"))
         yield f"--config-name={name}: {show(request.config_path)} has no {name}.yaml{did_you_mean(name, files)}"
+
+
+def _hidden_files(request: Request) -> Iterator[str]:
+    """A user's file that has the name of one of ours would be silently left out."""
+    for path in sorted(request.config_dir.glob("*/**/*.yaml")) if request.config_dir else []:
+        name = path.relative_to(request.config_dir or "")
+        ours = request.config_path / name
+        if name.parts[0] != "local" and ours.is_file() and ours.read_bytes() != path.read_bytes():
+            yield f"{show(path)}: {name.with_suffix('')} is one of the trainer's own; give yours another name"
 
 
 def _split_grammar(overrides: Iterable[str]) -> tuple[list[Override], list[str]]:
@@ -183,11 +174,6 @@ def _quoted(text: str) -> str:
 # --- groups
 
 
-def _loader() -> ConfigLoader:
-    hydra = GlobalHydra.instance()
-    return hydra.config_loader()
-
-
 def _groups(folder: Path) -> set[str]:
     return {
         str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_dir() and not path.name.startswith("_")
@@ -198,17 +184,19 @@ def _group_of(override: Override) -> str:
     return str(override.key_or_group)
 
 
-def _is_group(override: Override) -> bool:
+def is_group(override: Override) -> bool:
     group = _group_of(override)
     if override.package is not None or "/" in group:
         return True
-    return "." not in group and (group in _loader().list_groups("") or group in _groups(conf_dir()))
+    if not override.is_delete() and isinstance(override.value(), dict):
+        return False  # `task={...}` sets keys
+    return "." not in group and (group in loader().list_groups("") or group in _groups(conf_dir()))
 
 
-def _spell_null(override: Override) -> str:
+def spell_null(override: Override) -> str:
     """Hydra refuses `group=null` on the command line; `~group` and `group=[]` are its words for none."""
     line = str(override.input_line)
-    if override.is_delete() or override.value() is not None:
+    if not is_group(override) or override.is_delete() or override.value() is not None:
         return line
     key = line.partition("=")[0].lstrip("+")
     return f"{key}=[]" if key in _LIST_GROUPS else f"~{key}"
@@ -237,7 +225,7 @@ def _compose_groups(request: Request, chosen: list[str]) -> tuple[list[str], Dic
     plain, error = _try(request, [])
     if plain is None:
         assert error is not None
-        return [], None, _file_problems(request, [], error), False
+        return [], None, file_problems(request.config_name, request.folders, [], error), False
     good: list[str] = []
     problems: list[str] = []
     intact = True
@@ -247,7 +235,9 @@ def _compose_groups(request: Request, chosen: list[str]) -> tuple[list[str], Dic
             good.append(line)
             continue
         text, guess = _group_problem(line, choices=_choices(plain if not good else _try(request, good)[0]))
-        problems += [f"{line}: {text}"] if text else _file_problems(request, [*good, line], error)
+        problems += (
+            [f"{line}: {text}"] if text else file_problems(request.config_name, request.folders, [*good, line], error)
+        )
         # The rest is judged as if the nearest name had been given: one misspelt word is one problem.
         if guess and _try(request, [*good, guess])[1] is None:
             good.append(guess)
@@ -265,12 +255,12 @@ def _group_problem(line: str, *, choices: list[str]) -> tuple[str | None, str | 
     """Returns what is wrong with a group choice and the line that was meant; (None, None): its file is wrong."""
     key, _, value = line.lstrip("+~").partition("=")
     group, package = key.partition("@")[::2]
-    if not _options(group):
+    if not options_of(group):
         if group in _groups(conf_dir()):
             return _saved_text(group), None
         near = nearest(group, _all_groups())
         guess = line.replace(group, near, 1) if near else None
-        return f"there is no group {group}{f'; did you mean {near}?' if near else _listed(_all_groups())}", guess
+        return f"there is no group {group}{f'; did you mean {near}?' if near else listed(_all_groups())}", guess
     known = [choice for choice in choices if choice.partition("@")[0] == group]
     if known and key not in known and not line.startswith("+"):
         near = nearest(key, known)
@@ -280,28 +270,18 @@ def _group_problem(line: str, *, choices: list[str]) -> tuple[str | None, str | 
 
 
 def _option_problem(line: str, group: str, value: str) -> tuple[str | None, str | None]:
-    if value.startswith("{"):
-        return f"chooses from group {group}, so it takes a name{_listed(_options(group))}; a key: {group}.<key>=...", None
     for option in (word.strip(" '\"") for word in value.strip("[]").split(",")):
         parent, _, name = f"{group}/{option}".rpartition("/")
-        if option and name not in _options(parent):
-            near = nearest(option, _options(group))
+        if option and name not in options_of(parent):
+            near = nearest(option, options_of(group))
             hint = f"; did you mean {near}?" if near else ""
             guess = line.replace(option, near, 1) if near else None
-            return f"there is no {option} in group {group}{hint}{_listed(_options(group))}", guess
+            return f"there is no {option} in group {group}{hint}{listed(options_of(group))}", guess
     return None, None
 
 
-def _options(group: str) -> list[str]:
-    return list(_loader().get_group_options(group))
-
-
 def _all_groups() -> list[str]:
-    return [group for group in _loader().list_groups("") if group not in ("hydra", "local")]
-
-
-def _listed(options: Iterable[str]) -> str:
-    return f" (one of {', '.join(options)})"
+    return [group for group in loader().list_groups("") if group not in ("hydra", "local")]
 
 
 def _saved_text(group: str) -> str:
@@ -338,17 +318,13 @@ def _value_problem(line: str, error: Exception, cfg: DictConfig) -> str:
     written = line.removeprefix("++")
     key = line.lstrip("+~").partition("=")[0]
     cause = error.__cause__ or error
-    known = [*_names(cfg), *_all_groups()]
+    known = [*names_below(cfg), *_all_groups()]
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
         return f"{written}: there is no such key{did_you_mean(key, known)}"
     if isinstance(cause, _NULL_ERRORS):
         return f"{written}: {_null_text(key, cfg)}"
     hint = did_you_mean(key, known) if OmegaConf.select(cfg, key, default=None) is None and key not in known else ""
-    return f"{written}: {_first_line(cause)}{hint}"
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return f"{written}: {first_line(cause)}{hint}"
 
 
 def _null_text(key: str, cfg: DictConfig) -> str:
@@ -358,20 +334,6 @@ def _null_text(key: str, cfg: DictConfig) -> str:
     group = null.rpartition(".")[2]
     hint = f"; choose one first: {group}@{null}=..." if null.startswith("models.") else ""
     return f"{null} is null, so it has no keys{hint}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-def _names(cfg: DictConfig, prefix: str = "") -> Iterator[str]:
-    """Yields every dotted key below a node."""
-    for key in map(str, cfg):
-        if prefix or key != "hydra":
-            yield f"{prefix}{key}"
-            child = node_of(cfg, key)
-            if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing()):
-                yield from _names(child, f"{prefix}{key}.")
 
 
 def _nodes(cfg: DictConfig | ListConfig, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -405,7 +367,7 @@ def _unresolvable(cfg: DictConfig) -> Iterator[str]:
             try:
                 parent[key]
             except OmegaConfBaseException as error:
-                yield f"{name}={node_of(parent, key)._value()}: {_first_line(error)}"
+                yield f"{name}={node_of(parent, key)._value()}: {first_line(error)}"
 
 
 def _rejected(request: Request, good: list[str]) -> list[str]:
@@ -431,92 +393,3 @@ def _composed(cfg: DictConfig | None, *, overrides: list[str], problems: list[st
 def _set_hydra(cfg: DictConfig) -> None:
     """Makes `${hydra:...}` resolve; a user's own keys may use it."""
     HydraConfig.instance().set_config(cfg)
-
-
-# --- files
-
-
-def _file_problems(request: Request, overrides: list[str], error: Exception) -> list[str]:
-    """Returns the problems of every YAML file that takes part, or what Hydra said where none can be found."""
-    if isinstance(error, yaml.YAMLError):
-        return list(_syntax_problems(request)) or [_first_line(error)]
-    try:
-        defaults = _loader().compute_defaults_list(request.config_name, overrides, RunMode.RUN).defaults
-    except COMPOSE_ERRORS as cause:
-        return [_defaults_problem(cause)]
-    problems: list[str] = []
-    merged: Any = OmegaConf.structured(RunConfig)
-    for default in defaults:
-        path = _find_file(str(default.config_path))
-        if path is None or str(default.config_path).startswith("hydra/"):
-            continue
-        merged, wrong = _merge_file(merged, path, package=default.package or "")
-        problems += [f"{show(path)}: {text}" for text in wrong]
-    return problems or [_one_line(error)]
-
-
-def _syntax_problems(request: Request) -> Iterator[str]:
-    for folder in filter(None, (request.config_dir, request.config_path)):
-        for path in sorted(folder.rglob("*.yaml")):
-            try:
-                yaml.safe_load(path.read_text(encoding="utf-8"))
-            except yaml.YAMLError as error:
-                yield f"{show(path)}: {_one_line(error)}"
-
-
-def _defaults_problem(error: Exception) -> str:
-    where, text = "", str(error).split("\nConfig search path")[0].split("\nSearch path")[0]
-    if match := re.match(r"In '([^']+)': ", text):
-        path = _find_file(match[1])
-        where, text = f"{show(path) if path else match[1]}: ", text[match.end() :]
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        options = list(error.options or _options(group))
-        near = nearest(name, options)
-        return (
-            f"{where}there is no {name} in group {group}{f'; did you mean {near}?' if near else ''}{_listed(options)}"
-        )
-    return where + " ".join(text.split())
-
-
-def _find_file(config_path: str) -> Path | None:
-    for source in _loader().get_sources():
-        path = Path(source.path, f"{config_path.removesuffix('.yaml')}.yaml")
-        if source.scheme() == "file" and path.is_file():
-            return path
-    return None
-
-
-def _merge_file(merged: Any, path: Path, *, package: str) -> tuple[Any, list[str]]:
-    content = OmegaConf.load(path)
-    if not isinstance(content, DictConfig):
-        return merged, ["must hold a mapping"]
-    for key in ("defaults", "hydra"):
-        content.pop(key, None)
-    wrong: list[str] = []
-
-    def merge(prefix: str, value: Any) -> None:
-        nonlocal merged
-        try:
-            merged = OmegaConf.merge(merged, _nest(prefix, value))
-        except OmegaConfBaseException as error:
-            children = value if isinstance(value, Mapping) and error.full_key != prefix else {}
-            for key in children:
-                merge(f"{prefix}.{key}" if prefix else str(key), value[key])
-            if not children:
-                wrong.append(_entry_problem(prefix, error, merged))
-
-    merge(package, OmegaConf.to_container(content, resolve=False))
-    return merged, wrong
-
-
-def _nest(key: str, value: Any) -> Any:
-    for part in reversed(key.split(".") if key else []):
-        value = {part: value}
-    return value
-
-
-def _entry_problem(key: str, error: Exception, merged: DictConfig) -> str:
-    if isinstance(error, ConfigAttributeError | ConfigKeyError):
-        return f"{key}: there is no such key{did_you_mean(key, _names(merged))}"
-    return f"{key}: {_first_line(error)}"

@@ -23,7 +23,7 @@ class ModelConfig:
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
     trainable: bool = True
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16; auto: bfloat16 where the hardware computes in it, else float32
+    dtype: str = "auto"  # float32 | bfloat16 | float16 | auto: bfloat16 where the hardware computes in it, else float32
     freeze: list[str] = field(default_factory=list)  # parameter names (globs) that keep their start value
     max_grad_norm: float | None = None
     gradient_accumulation_steps: int | None = None  # micro-batches per update; divides the trainer's
@@ -70,7 +70,7 @@ class ExportConfig:
     """What is written to `export/` at the end."""
 
     enabled: bool = True
-    tolerance: float = 0.01  # largest difference, relative, between a metric before and after reloading
+    tolerance: float = 0.001  # largest difference, relative, between a metric before and after reloading
 
 
 @dataclass(kw_only=True)

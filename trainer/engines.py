@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -137,12 +137,17 @@ class Engines:
         active.clear()
         active.update(resolved)
 
-    def _sharding_at_birth(self, name: str) -> Any:
+    @contextmanager
+    def _sharding_at_birth(self, name: str) -> Iterator[None]:
         import deepspeed
 
         config = self.plugins[name].deepspeed_config
+        if stage_of(config) != 3:
+            yield
+            return
         # from_pretrained opens another one inside; DeepSpeed counts them.
-        return deepspeed.zero.Init(config_dict_or_path=config) if stage_of(config) == 3 else nullcontext()
+        with deepspeed.zero.Init(config_dict_or_path=config), _initializing_gathered():
+            yield
 
     def _replicate(self, name: str, spec: ModelSpec, dtype: torch.dtype) -> ModelHandle:
         module = _build(name, spec, dtype, nullcontext())
@@ -317,7 +322,29 @@ def _fill_autos(function: Callable[..., Any], num_updates: int) -> Callable[...,
     return functools.partial(function, **filled)
 
 
-def _build(name: str, spec: ModelSpec, dtype: torch.dtype, sharding: Any) -> nn.Module:
+@contextmanager
+def _initializing_gathered() -> Iterator[None]:
+    """Makes a transformers model that its class builds, within zero.Init, initialize whole weights.
+
+    At the end of such a constructor the weights are empty: a padding index fails, and else torch's default
+    distribution stays, without a word. `from_pretrained` and `from_config` replace the method for themselves.
+    """
+    from transformers import PreTrainedModel
+    from transformers.integrations.deepspeed import initialize_weights_zero3
+
+    def initialize(model: PreTrainedModel) -> None:
+        initialize_weights_zero3(model)  # type: ignore[no-untyped-call]
+        model.tie_weights(recompute_mapping=False)
+
+    original = PreTrainedModel.init_weights
+    PreTrainedModel.init_weights = initialize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        PreTrainedModel.init_weights = original  # type: ignore[method-assign]
+
+
+def _build(name: str, spec: ModelSpec, dtype: torch.dtype, sharding: AbstractContextManager[None]) -> nn.Module:
     arguments = {"dtype": dtype} if "dtype" in inspect.signature(spec.build).parameters else {}
     try:
         with sharding:

@@ -78,10 +78,7 @@ def causal_lm_from_config(
     Args:
         config: A folder or hub name whose config is taken, or a mapping with `model_type`.
     """
-    if isinstance(config, str):
-        settings = _load_config(_local_source(config))
-    else:
-        settings = AutoConfig.for_model(**dict(config))
+    settings = _load_config(_local_source(config)) if isinstance(config, str) else AutoConfig.for_model(**dict(config))
     with _quiet():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation=attn_implementation

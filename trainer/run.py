@@ -20,6 +20,7 @@ from trainer.build import Run, build_run, plain
 from trainer.callbacks import SampleTable, Throughput
 from trainer.config import ConfigError
 from trainer.export import export_model, rescore
+from trainer.heartbeat import sign_of_life
 from trainer.report import closing_rows, closing_table, model_card, sample_panel
 from trainer.saved import claim_folder, resolved, save_config
 from trainer.trainer import MultiModelTrainer
@@ -71,7 +72,13 @@ def validate(job: Run, cfg: DictConfig) -> None:
     job.trainer.validate(job.task, models=job.models, data=job.data)
 
 
-MODES = {"fit": fit, "validate": validate}
+def export_only(job: Run, cfg: DictConfig) -> None:
+    """Writes the models as they are."""
+    job.trainer.prepare(job.task, models=job.models, data=job.data)
+    export(job, cfg)
+
+
+MODES = {"fit": fit, "validate": validate, "export": export_only}
 
 
 def export(job: Run, cfg: DictConfig) -> None:
@@ -83,10 +90,13 @@ def export(job: Run, cfg: DictConfig) -> None:
     for model in trainer.trained:
         folder = trainer.folder / "export" / model.name
         log.info("writing %s to %s", model.name, folder)
-        export_model(model, folder, tokenizer=trainer.tokenizer, build=plain(cfg.models[model.name].build))
-        if trainer.after:
-            log.info("loading and scoring %s again", folder)
-            rescore(trainer, model.name, folder, build=job.models[model.name].build, tolerance=cfg.export.tolerance)
+        with sign_of_life(f"writing {model.name}"):
+            export_model(model, folder, tokenizer=trainer.tokenizer, build=plain(cfg.models[model.name].build))
+        if trainer.validation_loader is not None:
+            with sign_of_life(f"loading and scoring {model.name}'s export"):
+                build = job.models[model.name].build
+                score = rescore(trainer, model.name, folder, build=build, tolerance=cfg.export.tolerance)
+            log.info("%s, loaded again, scores the same: %s", model.name, ", ".join(f"{k} {v:.4g}" for k, v in score.items()))
 
 
 def report(job: Run, cfg: DictConfig, command: str) -> None:

@@ -1,7 +1,7 @@
 """Runs several configurations one after the other (`-m`), each in a process of its own, under Hydra's sweeper."""
 
 import os
-import shlex
+import re
 import signal
 import subprocess
 import sys
@@ -15,11 +15,13 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from trainer import arguments, check, launch
-from trainer.compose import COMPOSE_ERRORS, Request, compose_run, open_free_key, start_hydra
+from trainer.compose import Request, compose_run, open_free_key, spell_null, start_hydra
+from trainer.conf_files import COMPOSE_ERRORS
 from trainer.saved import show
 
 
@@ -81,10 +83,14 @@ def _hydra_argv(args: Namespace, request: Request) -> list[str]:
 def _job_overrides(request: Request) -> list[list[str]]:
     """Returns the overrides of each job that Hydra's own sweeper will run; another one decides as it goes."""
     start_hydra(request)
-    overrides = OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(request.overrides))
+    overrides = _parse(request)
     if any(override.get_key_element() == "hydra/sweeper" for override in overrides):
         return []
     return [job for batch in BasicSweeper.split_arguments(overrides, None) for job in batch]
+
+
+def _parse(request: Request) -> list[Override]:
+    return OverridesParser.create(GlobalHydra.instance().config_loader()).parse_overrides(list(request.overrides))
 
 
 def _check_jobs(request: Request) -> list[str]:
@@ -103,10 +109,15 @@ def _check_jobs(request: Request) -> list[str]:
 
 
 def _opened(request: Request) -> list[str]:
-    """Returns the overrides with `++` before free keys, as the first job has them."""
+    """Returns the overrides as Hydra takes them: `++` before free keys, its own words for null, as in the first job."""
     jobs = _job_overrides(request)
-    cfg = compose_run(replace(request, overrides=tuple(jobs[0]))).cfg if jobs else None
-    return [open_free_key(line, cfg) if cfg is not None else line for line in request.overrides]
+    if not jobs:
+        return list(request.overrides)
+    first = compose_run(replace(request, overrides=tuple(jobs[0])))
+    assert first.cfg is not None
+    lines = [spell_null(override) for override in _parse(request)]
+    dropped = [line for line in first.overrides if line.startswith(("~callbacks.", "~logger.")) and line not in lines]
+    return [*(open_free_key(line, first.cfg) for line in lines), *dropped]
 
 
 def _run_job(args: Namespace, jobs: list[Job]) -> None:
@@ -114,7 +125,7 @@ def _run_job(args: Namespace, jobs: list[Job]) -> None:
     config = HydraConfig.get()
     folder = Path(config.sweep.dir, config.sweep.subdir)
     overrides = list(config.overrides.task)
-    argv = [*_config_options(args), *overrides, f"hydra.run.dir={shlex.quote(str(folder))}"]
+    argv = [*_config_options(args), *overrides, f"hydra.run.dir={_quoted(str(folder))}"]
     sys.stderr.write(f"job {config.job.num}: {' '.join(overrides)}\n")
     process = subprocess.Popen([sys.executable, "-m", "trainer", *argv])
     try:
@@ -126,6 +137,14 @@ def _run_job(args: Namespace, jobs: list[Job]) -> None:
     # A job that a signal killed has the status that a shell would give it.
     status = 128 - status if status < 0 else status
     jobs.append(Job(number=str(config.job.num), overrides=overrides, folder=folder, status=status))
+
+
+def _quoted(text: str) -> str:
+    """Returns the text as a value of Hydra's grammar: a folder named after overrides has = and , in it."""
+    if re.fullmatch(r"[\w./-]+", text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _config_options(args: Namespace) -> list[str]:

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.compose import did_you_mean
+from trainer.words import did_you_mean
 
 _RESERVED = ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")
 _TERM_KEYS = ("function", "weight", "temperature", "mask")

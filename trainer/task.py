@@ -59,7 +59,8 @@ class TaskModule:
         By default the labels that count (not -100, after the shift), else the examples.
         """
         if "labels" in batch:
-            return (batch["labels"][:, 1:] != IGNORED).sum()
+            labels: Tensor = batch["labels"]
+            return (labels[:, 1:] != IGNORED).sum()
         return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | StepOutput:
@@ -74,7 +75,10 @@ class TaskModule:
         raise NotImplementedError(f"{type(self).__name__} must define validation_step(self, batch, batch_idx)")
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns metrics that follow from the reduced ones, such as a perplexity; called with and without reference/."""
+        """Returns metrics that follow from the reduced ones, such as a perplexity.
+
+        Called once with the trained model's and once with the reference model's, both without `reference/`.
+        """
         return {}
 
     def log(self, name: str, value: Tensor | float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from trainer.config import ConfigError
 from trainer.data.loader import MicroBatch, TrainLoader, ValidationLoader
 from trainer.engines import Engines, ModelSpec, Plugin, RunFacts
 from trainer.handle import ModelHandle
+from trainer.heartbeat import sign_of_life
 from trainer.loggers.logger import Logger
 from trainer.plan import show_plan
 from trainer.seeds import seed_everything
@@ -102,7 +104,7 @@ class MultiModelTrainer:
 
     def fit(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
         """Prepares the models, validates, trains, and validates again."""
-        self._prepare(task, models=models, data=data)
+        self.prepare(task, models=models, data=data)
         with self._stage("fit"):
             fingerprints = {model.name: model.fingerprint() for model in self.frozen}
             self.emit("on_fit_start")
@@ -114,7 +116,7 @@ class MultiModelTrainer:
 
     def validate(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> dict[str, float]:
         """Prepares the models and returns their validation metrics."""
-        self._prepare(task, models=models, data=data)
+        self.prepare(task, models=models, data=data)
         with self._stage("validate"):
             self.after = self._validate()
         return self.after
@@ -220,13 +222,15 @@ class MultiModelTrainer:
         return metrics
 
     @torch.no_grad()
-    def evaluate(self, on_batch: Callable[..., None] | None = None) -> tuple[dict[str, float], dict[str, float]]:
+    def evaluate(
+        self, *, on_batch: Callable[..., None] | None = None, limit_batches: int | None = None
+    ) -> tuple[dict[str, float], dict[str, float]]:
         """Returns the validation metrics and those of the task's reference model; no hook but `on_batch` hears of it."""
         assert self.validation_loader is not None
         for model in self.models.values():
             model.set_training(False)
         tally = Tally(self.device)
-        for index, micro in enumerate(self.validation_loader):
+        for index, micro in enumerate(islice(self.validation_loader, limit_batches)):
             batch = self._to_device(micro.batch)
             items = self.task.count_items(batch)
             for name, value in self.task.validation_step(batch, index).items():
@@ -247,7 +251,7 @@ class MultiModelTrainer:
 
     # Preparation -------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
+    def prepare(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
         """Gives every model its engine and the task its models."""
         _check_roles(models, self.engines.configs)
         self.task, self.tokenizer = task, data.tokenizer
@@ -262,7 +266,8 @@ class MultiModelTrainer:
         )
         for name, spec in models.items():
             log.info("building %s", name)
-            self.models[name] = self.engines.prepare(name, spec, run)
+            with sign_of_life(f"building {name}"):
+                self.models[name] = self.engines.prepare(name, spec, run)
         self.trained = [model for model in self.models.values() if model.trainable]
         self.frozen = [model for model in self.models.values() if not model.trainable]
         task.models, task.trainer = self.models, self

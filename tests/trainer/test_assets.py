@@ -101,8 +101,10 @@ def sha256(content: bytes) -> str:
 
 def describe_wheel(wheel: Path, content: bytes) -> assets.GgufInWheel:
     config = tiny_llama().config
-    kept = ("model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-            "num_key_value_heads max_position_embeddings bos_token_id eos_token_id pad_token_id tie_word_embeddings")  # fmt: skip
+    kept = (
+        "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+        "num_key_value_heads max_position_embeddings bos_token_id eos_token_id pad_token_id tie_word_embeddings"
+    )
     return assets.GgufInWheel(
         title="Tiny",
         licence="MIT",
@@ -215,7 +217,7 @@ def test_template_marks_what_the_assistant_says_and_adds_no_system_line(tmp_path
 def test_wheel_with_another_digest_is_refused(tiny_asset, cache, use_assets):
     use_assets(tiny=replace(tiny_asset, wheel_sha256="0" * 64))
 
-    with pytest.raises(ConfigError, match="(?i)do not match the hashes.*models.<name>.build.name=<folder>"):
+    with pytest.raises(ConfigError, match=r"(?i)do not match the hashes.*models.<name>.build.name=<folder>"):
         assets.resolve("tiny")
 
     assert not [entry for entry in cache.iterdir() if not entry.name.endswith(".lock")]
@@ -224,7 +226,7 @@ def test_wheel_with_another_digest_is_refused(tiny_asset, cache, use_assets):
 def test_file_with_another_digest_inside_the_wheel_is_refused(tiny_asset, use_assets):
     use_assets(tiny=replace(tiny_asset, member_sha256="0" * 64))
 
-    with pytest.raises(ConfigError, match="tiny.gguf is not the file that was reviewed"):
+    with pytest.raises(ConfigError, match=r"tiny.gguf is not the file that was reviewed"):
         assets.resolve("tiny")
 
 
@@ -243,7 +245,7 @@ def test_without_a_network_one_line_gives_the_alternative(index, tiny_asset, use
     use_assets(tiny=tiny_asset)
     next(index.iterdir()).unlink()
 
-    with pytest.raises(ConfigError, match="could not be fetched.*models.<name>.build.name=<folder>") as caught:
+    with pytest.raises(ConfigError, match=r"could not be fetched.*models.<name>.build.name=<folder>") as caught:
         assets.resolve("tiny")
 
     assert "\n" not in str(caught.value)
@@ -255,7 +257,7 @@ def test_trainer_offline_fetches_nothing_and_is_found_beforehand(tiny_asset, use
     monkeypatch.setenv("TRAINER_OFFLINE", "1")
 
     assert "TRAINER_OFFLINE is set" in assets.find_problem("pruned")
-    with pytest.raises(ConfigError, match="TRAINER_OFFLINE is set.*models.<name>.build.name=<folder>"):
+    with pytest.raises(ConfigError, match=r"TRAINER_OFFLINE is set.*models.<name>.build.name=<folder>"):
         assets.resolve("pruned")
 
 

@@ -12,8 +12,7 @@ def problems_of(*overrides: str) -> list[str]:
     """Returns what is wrong with the distill task on local names, so that no asset is looked for."""
     names = ("models.student.build.config.model_type=llama", "models.teacher.build.config.model_type=llama")
     groups = [f"model@models.{name}.build=causal_lm_from_config" for name in ("student", "teacher")]
-    drop = ("~models.student.build.name", "~models.teacher.build.name")
-    composition = compose_run(Request(overrides=(*groups, *names, *drop, *overrides), config_path=conf_dir()))
+    composition = compose_run(Request(overrides=(*groups, *names, *overrides), config_path=conf_dir()))
     assert composition.problems == []
     return check.problems(composition.cfg, composition.overrides)
 

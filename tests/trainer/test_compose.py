@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.compose import Composition, Request, compose_run, conf_dir, nearest
+from trainer.compose import Composition, Request, compose_run, conf_dir
 from trainer.saved import claim_folder, propose_folder, resolved, save_config
+from trainer.words import nearest
 
 
 def compose_with(*overrides: str, config_dir: Path | None = None) -> Composition:
@@ -65,10 +66,12 @@ def test_a_choice_for_no_model_names_those_that_there_are():
     )
 
 
-def test_a_group_takes_a_name_and_no_mapping():
-    (problem,) = compose_with("task={_target_: mine.Task}").problems
+def test_a_mapping_sets_several_keys_at_once():
+    composition = compose_with("task={_target_: mine.Task, width: 3}", "callbacks.mine={_target_: mine.Callback}")
 
-    assert "takes a name (one of distill" in problem
+    assert composition.problems == []
+    assert (composition.cfg.task._target_, composition.cfg.task.width) == ("mine.Task", 3)
+    assert composition.cfg.callbacks.mine == {"_target_": "mine.Callback"}
 
 
 def test_keys_that_an_object_may_take_need_no_plus():
@@ -135,6 +138,14 @@ def test_a_users_folder_brings_tasks(user_conf: Path):
     assert str(propose_folder(composition.hydra)).startswith("outputs/mine/")
 
 
+def test_a_users_file_with_the_name_of_ours_is_not_silently_left_out(user_conf: Path):
+    (user_conf / "task" / "distill.yaml").write_text("# @package _global_\ntask: {_target_: mine.Task}\n")
+
+    (problem,) = compose_with(config_dir=user_conf).problems
+
+    assert "task/distill is one of the trainer's own" in problem
+
+
 def test_every_wrong_entry_of_every_file_is_named_with_its_path(user_conf: Path):
     problems = compose_with("task=wrong", "experiment=wrong", "trainer.max_stps=1", config_dir=user_conf).problems
 
@@ -169,7 +180,9 @@ def test_missing_folders_and_files_are_refused(tmp_path: Path):
 def test_a_saved_configuration_composes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PROJECT", "secret")
     monkeypatch.chdir(tmp_path)
-    first = compose_with("logger.wandb.project=${oc.env:PROJECT}", "logger.wandb.group=${logger.wandb.project}", "seed=7")
+    first = compose_with(
+        "logger.wandb.project=${oc.env:PROJECT}", "logger.wandb.group=${logger.wandb.project}", "seed=7"
+    )
     (tmp_path / "run").mkdir()
 
     path = save_config(first.cfg, tmp_path / "run")
@@ -183,7 +196,10 @@ def test_a_saved_configuration_composes_to_the_same(tmp_path: Path, monkeypatch:
     assert resolved(again.cfg) == resolved(first.cfg)
     assert again.cfg.logger.wandb.group == "secret"
     assert propose_folder(again.hydra).parent == Path("outputs/distill")
-    assert compose_run(Request(config_path=tmp_path / "run", overrides=("trainer.max_steps=3",))).cfg.trainer.max_steps == 3
+    assert (
+        compose_run(Request(config_path=tmp_path / "run", overrides=("trainer.max_steps=3",))).cfg.trainer.max_steps
+        == 3
+    )
 
 
 def test_group_choices_on_a_saved_configuration_are_refused_with_a_hint(tmp_path: Path):

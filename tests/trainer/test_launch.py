@@ -45,6 +45,7 @@ sys.exit(launch.start_ranks([sys.executable, sys.argv[1]], count=2, folder=Path(
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Returns where a test writes what its ranks do; signal handlers are as before afterwards."""
     monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(Path(launch.__file__).parents[1]))  # where the package is not installed
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
     handlers = {number: signal.getsignal(number) for number in numbers}

@@ -221,7 +221,7 @@ def test_freezing_the_head_freezes_the_embedding_that_it_is_tied_to():
 def test_freezing_nothing_is_refused_with_the_nearest_names_and_changes_nothing():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
-    with pytest.raises(ConfigError, match="'0.wieght' matches no parameter; nearest: 0.weight"):
+    with pytest.raises(ConfigError, match=r"'0\.wieght' matches no parameter; nearest: 0\.weight"):
         models.freeze(model, ["1.*", "0.wieght"])
 
     assert all(parameter.requires_grad for parameter in model.parameters())

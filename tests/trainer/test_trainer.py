@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -165,7 +164,9 @@ def _difference(trainer: MultiModelTrainer, reference: dict[str, Tensor]) -> flo
 
 
 @pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda size: f"{size} ranks")
-def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
+def matrix(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, list[dict[str, Any]]]:
     world_size = request.param
     return world_size, run_ranks(run_matrix, world_size, folder=tmp_path_factory.mktemp("ranks"), world_size=world_size)
 

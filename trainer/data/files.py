@@ -56,8 +56,10 @@ def check_source(key: str, source: str) -> list[str]:
     if _HUB_NAME.fullmatch(source):
         return []
     return [
-        f"{key}={source} is neither a file ({', '.join(SUFFIXES)}), nor embedded:<name>, nor a hub name "
-        f"(org/name or org/name:config){_near(source, [path.name for path in Path().iterdir()])}"
+        (
+            f"{key}={source} is neither a file ({', '.join(SUFFIXES)}), nor embedded:<name>, nor a hub name "
+            f"(org/name or org/name:config){_near(source, [path.name for path in Path().iterdir()])}"
+        )
     ]
 
 
