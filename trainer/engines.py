@@ -337,7 +337,7 @@ def _initializing_gathered() -> Iterator[None]:
         model.tie_weights(recompute_mapping=False)
 
     original = PreTrainedModel.init_weights
-    PreTrainedModel.init_weights = initialize  # type: ignore[method-assign,assignment]
+    PreTrainedModel.init_weights = initialize  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -17,6 +17,7 @@ _TERM_KEYS = ("function", "weight", "temperature", "mask")
 _GIVEN = (
     (re.compile(r"models\.[^.]+\.build"), "dtype"),
     (re.compile(r"models\.[^.]+\.optimizer"), "params"),
+    (re.compile(r"models\.[^.]+\.optimizer"), "model_params"),  # DeepSpeed's word for it
     (re.compile(r"models\.[^.]+\.scheduler"), "optimizer"),
 )
 _SIMPLE = {int, float, bool, type(None)}
