@@ -58,6 +58,12 @@ class DistillTask(TaskModule):
         if student == teacher:
             raise ConfigError(f"task.student and task.teacher are both {student!r}; name two models")
         self.student, self.teacher, self.reference = student, teacher, teacher
+        self.metric_labels = {
+            "cross_entropy": "cross-entropy (nats)",
+            "forward_kl": f"KL({teacher}||{student})",
+            "reverse_kl": f"KL({student}||{teacher})",
+            "top1_agreement": "top-1 agreement",
+        }
         self.terms = {name: term for name, term in parse_terms(terms).items() if term.weight > 0}
         self.vocabulary: int | None = None  # logits that both share; None: all, of models that are not transformers'
         self.optional_arguments: dict[str, set[str]] = {}

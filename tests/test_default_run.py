@@ -69,7 +69,14 @@ def test_run_prints_the_table_and_the_answers(default_run: Finished) -> None:
     text = "\n".join(default_run.lines)
 
     assert re.search(r"held-out text +student before +student after +teacher", text)
-    for row in ("cross-entropy (nats)", "KL(teacher||student)", "top-1 agreement", "parameters", "step time", "tokens/s"):
+    for row in (
+        "cross-entropy (nats)",
+        "KL(teacher||student)",
+        "top-1 agreement",
+        "parameters",
+        "step time",
+        "tokens/s",
+    ):
         assert row in text
     assert "The capital of France is Paris" in text
     assert "demonstration" in text

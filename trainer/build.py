@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from trainer.data import (
     PaddingCollator,
     build_text_dataset,
     check_same_vocabulary,
+    deduplicate,
     load_rows,
     load_tokenizer,
     split_rows,
@@ -53,7 +55,7 @@ def build_run(cfg: DictConfig) -> Run:
     return Run(trainer=trainer, task=task, models=models, data=build_data(cfg, tokenizer))
 
 
-def make(node: DictConfig, **arguments: Any) -> Any:
+def make(node: Mapping[str, Any], **arguments: Any) -> Any:
     """Returns the object of a node with `_target_`, made from plain containers."""
     return instantiate(node, _convert_="all", **arguments)
 
@@ -79,9 +81,7 @@ def build_trainer(cfg: DictConfig) -> MultiModelTrainer:
 
 def build_plugins(cfg: DictConfig) -> dict[str, Config]:
     """Returns each model's DeepSpeed configuration, read from its file where it has one."""
-    return {
-        str(name): read_plugin(f"models.{name}.plugin", plain(model.plugin)) for name, model in cfg.models.items()
-    }
+    return {str(name): read_plugin(f"models.{name}.plugin", plain(model.plugin)) for name, model in cfg.models.items()}
 
 
 def build_callbacks(cfg: DictConfig) -> dict[str, Callback]:
@@ -159,11 +159,11 @@ def _datasets(
     if options.validation is None:
         train_rows, validation_rows = split_rows(train_rows, fraction=options.validation_fraction, seed=cfg.seed)
     else:
-        validation_rows = load_rows(options.validation, split="validation")
-    return tuple(
-        build_text_dataset(rows, tokenizer, block_size=options.block_size, packing=options.packing)
-        for rows in (train_rows, validation_rows)
+        train_rows, validation_rows = deduplicate(train_rows), load_rows(options.validation, split="validation")
+    make_dataset = partial(
+        build_text_dataset, tokenizer=tokenizer, block_size=options.block_size, packing=options.packing
     )
+    return make_dataset(train_rows), make_dataset(validation_rows)
 
 
 def plain(node: Any) -> Mapping[str, Any]:

@@ -115,7 +115,7 @@ class Engines:
         dtype = spec.dtype or dtype_of(config) or automatic_dtype(self.accelerator.device)
         _check_spec(name, spec, config, dtype, self.accelerator.device)
         _check_window(name, spec, run)
-        seed_everything(run.seed)
+        seed_everything(run.seed, name)  # by name, or two models of one class would start alike
         with self.selected(name):
             if not uses_engine(config):
                 return self._replicate(name, spec, dtype)
@@ -260,8 +260,20 @@ def _plugin_of(config: Config) -> DeepSpeedPlugin:
     return DeepSpeedPlugin(hf_ds_config=plain)
 
 
+def _skip_unused_kernel() -> None:
+    """Keeps DeepSpeed from compiling, on a CPU, a kernel that training never calls.
+
+    It takes a minute or more of a fresh machine's time without a word and needs a compiler. Only tensor-parallel
+    inference uses it.
+    """
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def _accelerator(plugins: dict[str, DeepSpeedPlugin], timeout_seconds: int) -> Accelerator:
     on_gpu = torch.cuda.is_available()
+    _skip_unused_kernel()
     # Without a backend Accelerate believes, on a CPU, that there is one process.
     group = InitProcessGroupKwargs(backend="nccl" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_seconds))
     return Accelerator(

@@ -170,17 +170,6 @@ def _route_transformers() -> None:
         enable_progress_bars()  # the line above takes those of downloads, too
 
 
-def skip_unused_kernels() -> None:
-    """Keeps DeepSpeed from compiling, on a CPU, a kernel that training never calls; before the first Accelerator.
-
-    It takes a minute or more of a fresh machine's time without a word and needs a compiler. Only tensor-parallel
-    inference uses it.
-    """
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-
-
 # Summary -------------------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import rich
@@ -16,8 +15,8 @@ if TYPE_CHECKING:
     from trainer.handle import ModelHandle
     from trainer.trainer import MultiModelTrainer
 
-COLUMNS = (
-    "model", "role", "plugin", "offload", "parameters", "this rank", "dtype", "micro-batch", "accumulation", "clipping",
+FIELDS = (
+    "role", "plugin", "offload", "parameters", "this rank's share", "dtype", "micro-batch", "accumulation", "clipping",
     "optimizer", "schedule",
 )  # fmt: skip
 
@@ -31,18 +30,15 @@ def show_plan(trainer: MultiModelTrainer, *, batch_size: int) -> None:
 
 
 def plan_table(trainer: MultiModelTrainer, *, batch_size: int) -> Table:
-    """Returns one row per model; "this rank" is the memory of its part of the weights."""
+    """Returns one column per model; its share is the memory of this rank's part of the weights."""
     table = Table(title=f"{trainer.max_steps} steps on {_ranks(trainer.world_size)}, {trainer.device.type}")
-    for column in COLUMNS:
-        table.add_column(column)
-    for row in plan_rows(trainer.models, batch_size=batch_size):
-        table.add_row(*row)
+    table.add_column("plan")
+    for name in trainer.models:
+        table.add_column(name)
+    columns = [plan_column(model, batch_size=batch_size) for model in trainer.models.values()]
+    for field, *cells in zip(FIELDS, *columns, strict=True):
+        table.add_row(field, *cells)
     return table
-
-
-def plan_rows(models: Mapping[str, ModelHandle], *, batch_size: int) -> list[list[str]]:
-    """Returns the cells of the plan, in the order of COLUMNS."""
-    return [_row(model, batch_size) for model in models.values()]
 
 
 def plan_text(table: Table) -> str:
@@ -52,11 +48,11 @@ def plan_text(table: Table) -> str:
     return out.getvalue()
 
 
-def _row(model: ModelHandle, batch_size: int) -> list[str]:
+def plan_column(model: ModelHandle, *, batch_size: int) -> list[str]:
+    """Returns a model's cells, in the order of FIELDS."""
     config = model.config or {}
     trained = model.trainable
     return [
-        model.name,
         "trained" if trained else "frozen",
         "replicate" if model.stage is None else f"ZeRO-{model.stage}",
         _offload(config),

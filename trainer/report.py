@@ -26,7 +26,7 @@ def closing_rows(
     labels: Mapping[str, str] | None = None,
     num_parameters: Mapping[str, int] | None = None,
     step_time: float | None = None,
-    tokens_per_s: float | None = None,
+    rates: Mapping[str, float] | None = None,
     memory_gb: float | None = None,
 ) -> tuple[list[str], Rows]:
     """Returns the head and the rows of the closing table, as text.
@@ -37,6 +37,7 @@ def closing_rows(
             get spaces for underscores.
         num_parameters: Model to its number of parameters.
         step_time: Median seconds of a global step.
+        rates: "tokens_per_s" or "examples_per_s" to its value.
     """
     values = {f"{student} before": before, f"{student} after": after}
     models = [student, student]
@@ -48,7 +49,8 @@ def closing_rows(
     sizes = num_parameters or {}
     if sizes:
         rows.append(["parameters", *(_size(sizes.get(model)) for model in models)])
-    costs = {"step time (s)": step_time, "tokens/s": tokens_per_s, "peak memory (GB)": memory_gb}
+    speed = {name.replace("_per_s", "/s"): rate for name, rate in (rates or {}).items()}
+    costs = {"step time (s)": step_time, **speed, "peak memory (GB)": memory_gb}
     blank = [""] * (len(models) - 2)
     rows += [[label, "", f"{value:.4g}", *blank] for label, value in costs.items() if value is not None]
     return ["", *values], rows

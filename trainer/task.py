@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,6 +47,7 @@ class TaskModule:
     models: dict[str, ModelHandle]  # given by the trainer, there from `setup` on
     trainer: MultiModelTrainer
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
+    metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
 
     def setup(self, stage: str) -> None:
         """Runs once all models are prepared; stage is "fit" or "validate"."""

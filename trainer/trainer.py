@@ -95,12 +95,14 @@ class MultiModelTrainer:
         self.callbacks, self.loggers, self.folder = dict(callbacks or {}), dict(loggers or {}), folder
         self.models: dict[str, ModelHandle] = {}
         self.global_step = 0
+        self._logged: dict[str, Tensor] = {}  # of the current micro-batch
+        self._reduced: dict[str, float] = {}  # of the current window
         self.stop_reason: str | None = None  # set by a callback, on all ranks alike, to end the run
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.reference: dict[str, float] = {}
 
-    # The run -----------------------------------------------------------------------------------------------------------
+    # The run ---------------------------------------------------------------------------------------------------------
 
     def fit(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
         """Prepares the models, validates, trains, and validates again."""
@@ -138,7 +140,7 @@ class MultiModelTrainer:
 
     def _train_step(self, micro_batches: list[MicroBatch]) -> None:
         step = self.global_step + 1
-        seed_everything(self.seed, step=step, rank=self.rank)
+        seed_everything(self.seed, step, self.rank)
         self.emit("on_train_step_start", step=step)
         window, tally = self._window(micro_batches), Tally(self.device)
         for index, batch in enumerate(window.batches):
@@ -164,11 +166,9 @@ class MultiModelTrainer:
         )
 
     def _forward_and_backward(self, window: Window, index: int, batch: Batch, tally: Tally) -> StepOutput:
-        for model in self.models.values():
-            model.set_training(True)
         for model in self.trained:
             model.set_boundary(window.steps_after(index, model.name))
-        self._logged = {}
+        self._logged.clear()
         output = self._as_output(self.task.training_step(batch, index))
         for name, loss in self._weighted_losses(window, index, output, tally).items():
             self.emit("on_before_backward", name=name, loss=loss)
@@ -186,8 +186,9 @@ class MultiModelTrainer:
             for key, loss in losses.items():
                 if not loss.requires_grad:
                     raise ValueError(f"the loss '{key}' depends on no trained model's weights (it has no graph)")
+                weight = window.weight(index, key, is_sum=is_sum)
                 # float32 at least: a bfloat16 loss times a weight would round the whole update
-                share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * window.weight(index, key, is_sum=is_sum)
+                share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
                 logged = share.detach() / (self.world_size * window.num_updates(owner(key)))
                 tally.add(f"{owner(key)}/loss", logged, 0.0)
                 totals[owner(key)] = totals.get(owner(key), 0) + share
@@ -204,6 +205,7 @@ class MultiModelTrainer:
             return
         self._reduced = tally.reduce()
         losses = {name: value for name, value in self._reduced.items() if name.endswith("/loss")}
+        _check_trained([model.name for model in stepping], losses)
         _check_finite(losses, tally, step=self.global_step + 1)
         self._reduced["loss"] = sum(losses.values())
         for model in stepping:
@@ -225,7 +227,7 @@ class MultiModelTrainer:
     def evaluate(
         self, *, on_batch: Callable[..., None] | None = None, limit_batches: int | None = None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns the validation metrics and those of the task's reference model; no hook but `on_batch` hears of it."""
+        """Returns the validation metrics, and those of the task's reference model; only `on_batch` hears of it."""
         assert self.validation_loader is not None
         for model in self.models.values():
             model.set_training(False)
@@ -243,13 +245,15 @@ class MultiModelTrainer:
         return self._split_metrics(tally.reduce())
 
     def _split_metrics(self, reduced: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        own = {name: value for name, value in reduced.items() if not name.startswith(REFERENCE)}
         reference = {name.removeprefix(REFERENCE): reduced[name] for name in reduced if name.startswith(REFERENCE)}
-        for metrics in (own, reference):
-            metrics.update(self.task.derive_metrics(dict(metrics)) if metrics else {})
-        return tuple({f"val/{name}": value for name, value in metrics.items()} for metrics in (own, reference))
+        own = {name: value for name, value in reduced.items() if not name.startswith(REFERENCE)}
+        return self._complete(own), self._complete(reference)
 
-    # Preparation -------------------------------------------------------------------------------------------------------
+    def _complete(self, metrics: dict[str, float]) -> dict[str, float]:
+        derived = self.task.derive_metrics(dict(metrics)) if metrics else {}
+        return {f"val/{name}": value for name, value in {**metrics, **derived}.items()}
+
+    # Preparation -----------------------------------------------------------------------------------------------------
 
     def prepare(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
         """Gives every model its engine and the task its models."""
@@ -306,7 +310,7 @@ class MultiModelTrainer:
             raise ConfigError("trainer.max_steps and trainer.max_epochs are both absent; give one of them")
         return min(limits)
 
-    # For tasks and callbacks -------------------------------------------------------------------------------------------
+    # For tasks and callbacks -----------------------------------------------------------------------------------------
 
     @property
     def is_log_step(self) -> bool:
@@ -368,6 +372,15 @@ def _check_roles(models: Mapping[str, ModelSpec], plugins: Mapping[str, Any]) ->
     for name in set(models) ^ set(plugins):
         missing = "plugin; add it to MultiModelTrainer(plugins=...)" if name in models else "model; add it to models="
         raise ConfigError(f"'{name}' has no {missing}")
+
+
+def _check_trained(stepping: list[str], losses: Mapping[str, float]) -> None:
+    missing = [name for name in stepping if f"{name}/loss" not in losses and f"{JOINT}/loss" not in losses]
+    if missing:
+        raise ValueError(
+            f"training_step returned no loss for the trained model '{missing[0]}', only for "
+            f"{', '.join(name.removesuffix('/loss') for name in losses)}; return one, or set its trainable to false"
+        )
 
 
 def _check_finite(losses: Mapping[str, float], tally: Tally, *, step: int) -> None:

@@ -24,7 +24,7 @@ def rows_of_a_run() -> tuple[list[str], list[list[str]]]:
         labels=LABELS,
         num_parameters={"student": 106_203_456, "teacher": 134_515_008},
         step_time=1.2345678,
-        tokens_per_s=512.34,
+        rates={"tokens_per_s": 512.34},
         memory_gb=3.1,
     )
 
