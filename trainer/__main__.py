@@ -90,7 +90,9 @@ def _run(args: Namespace, argv: list[str]) -> int:
         if count > 1:
             sys.stderr.write(f"starting {count} ranks\n")
             return launch.start_ranks([sys.executable, "-m", "trainer", *argv], count=count, folder=folder)
-        launch.join_alone()
+        from trainer.distributed import ensure_environment
+
+        ensure_environment()
     return _run_rank(composition, folder=folder, command=shlex.join(["python", "-m", "trainer", *argv]))
 
 

@@ -163,7 +163,31 @@ def _check_plugins(config: Config, overrides: list[str]) -> list[str]:
     from trainer.plugins import check_plugins
 
     whole = {name: model for name, model in config["models"].items() if not list(_missing(model["plugin"]))}
-    return check_plugins(whole, overrides)
+    return check_plugins(whole, overrides) or [text for name in whole for text in _check_values(config, name)]
+
+
+def _check_values(config: Config, name: str) -> list[str]:
+    """Holds what a plugin says outright against the run."""
+    import torch
+
+    from trainer.plugins import Facts, check_values, dtype_of, read_plugin, uses_engine
+
+    key, model = f"models.{name}.plugin", config["models"][name]
+    plugin = read_plugin(key, model["plugin"])
+    if not uses_engine(plugin) or model["dtype"] not in _DTYPES:
+        return []
+    dtype = getattr(torch, model["dtype"]) if model["dtype"] != "auto" else dtype_of(plugin) or torch.float32
+    facts = Facts(
+        micro_batch=config["data"]["batch_size"],
+        accumulation=model["gradient_accumulation_steps"] or config["trainer"]["gradient_accumulation_steps"],
+        world_size=launch.planned_ranks(config["launch"]["num_processes"]),
+        dtype=dtype,
+        trainable=model["trainable"],
+        max_grad_norm=model["max_grad_norm"],
+        optimizer=model["optimizer"] or {},
+        scheduler=model["scheduler"] or {},
+    )
+    return check_values(key, plugin, facts)
 
 
 def _check_launch(config: Config) -> Iterator[str]:

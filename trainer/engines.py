@@ -29,6 +29,7 @@ from trainer.plugins import (
     Config,
     Facts,
     check_plugin,
+    check_values,
     dtype_name,
     dtype_of,
     log_rewrites,
@@ -109,12 +110,31 @@ class Engines:
             if before is not None:
                 self.accelerator.state.select_deepspeed_plugin(before)
 
+    def check(self, models: Mapping[str, ModelSpec], run: RunFacts) -> list[str]:
+        """Returns every problem of the models and their plugins, before any of them is built."""
+        unpaired = set(models) ^ set(self.configs)
+        problems = [
+            f"'{name}' has no {'plugin; add it to MultiModelTrainer(plugins=...)' if name in models else 'ModelSpec'}"
+            for name in sorted(unpaired)
+        ]
+        for name in (name for name in models if name not in unpaired):
+            problems += self._check_model(name, models[name], run)
+        return problems
+
+    def _check_model(self, name: str, spec: ModelSpec, run: RunFacts) -> list[str]:
+        config, dtype = self.configs[name], self._dtype(name, spec)
+        problems = _check_spec(name, spec, config, dtype, self.accelerator.device) + _check_window(name, spec, run)
+        if not problems and uses_engine(config):
+            facts = _facts(spec, run, dtype, self.accelerator.device)
+            problems = check_values(f"models.{name}.plugin", config, facts)
+        return problems
+
+    def _dtype(self, name: str, spec: ModelSpec) -> torch.dtype:
+        return spec.dtype or dtype_of(self.configs[name]) or automatic_dtype(self.accelerator.device)
+
     def prepare(self, name: str, spec: ModelSpec, run: RunFacts) -> ModelHandle:
-        """Returns the model, built and wrapped under its own plugin."""
-        config = self.configs[name]
-        dtype = spec.dtype or dtype_of(config) or automatic_dtype(self.accelerator.device)
-        _check_spec(name, spec, config, dtype, self.accelerator.device)
-        _check_window(name, spec, run)
+        """Returns the model, built and wrapped under its own plugin; `check` found nothing wrong with it."""
+        config, dtype = self.configs[name], self._dtype(name, spec)
         seed_everything(run.seed, name)  # by name, or two models of one class would start alike
         with self.selected(name):
             if not uses_engine(config):
@@ -283,24 +303,22 @@ def _accelerator(plugins: dict[str, DeepSpeedPlugin], timeout_seconds: int) -> A
     )
 
 
-def _check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, device: torch.device) -> None:
+def _check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, device: torch.device) -> list[str]:
     optimizer = _name_of(spec.optimizer) if spec.optimizer is not None else None
     problems = check_plugin(name, config, trainable=spec.trainable, optimizer=optimizer)
     if spec.trainable and optimizer is None and "optimizer" not in config:
         problems.append(f"models.{name} is trainable but has no optimizer; give ModelSpec(optimizer=...)")
     if dtype == torch.float16 and device.type == "cpu":
         problems.append(f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16")
-    if problems:
-        raise ConfigError(*problems)
+    return problems
 
 
-def _check_window(name: str, spec: ModelSpec, run: RunFacts) -> None:
+def _check_window(name: str, spec: ModelSpec, run: RunFacts) -> list[str]:
     steps = spec.gradient_accumulation_steps
-    if steps is not None and (steps < 1 or run.accumulation % steps):
-        raise ConfigError(
-            f"models.{name}.gradient_accumulation_steps={steps} must divide "
-            f"trainer.gradient_accumulation_steps={run.accumulation}"
-        )
+    if steps is None or (steps >= 1 and run.accumulation % steps == 0):
+        return []
+    window = f"trainer.gradient_accumulation_steps={run.accumulation}"
+    return [f"models.{name}.gradient_accumulation_steps={steps} must divide {window}"]
 
 
 def _facts(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.device) -> Facts:

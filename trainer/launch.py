@@ -97,6 +97,11 @@ def count_processes(wanted: int | None) -> int:
     return wanted or max(1, count_gpus())
 
 
+def planned_ranks(wanted: int | None) -> int:
+    """Returns how many ranks the run will have: those that another launcher has started, else those to start."""
+    return int(os.environ["WORLD_SIZE"]) if is_rank() else count_processes(wanted)
+
+
 def count_gpus() -> int:
     """Returns the number of visible GPUs; torch is asked only where the machine has one."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
@@ -104,14 +109,6 @@ def count_gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def join_alone() -> None:
-    """Gives a single process the environment that distributed libraries look for."""
-    from trainer.distributed import free_port
-
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
 
 
 def start_ranks(command: Sequence[str], *, count: int, folder: Path) -> int:

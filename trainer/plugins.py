@@ -369,6 +369,15 @@ def resolve(key: str, config: Mapping[str, Any], facts: Facts) -> Config:
     return resolved
 
 
+def check_values(key: str, config: Mapping[str, Any], facts: Facts) -> list[str]:
+    """Returns what in a plugin contradicts the run, or cannot be resolved from it."""
+    try:
+        resolve(key, config, facts)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
 def log_rewrites(key: str, config: Mapping[str, Any], facts: Facts) -> None:
     """Says which of the plugin's values do not count, or count instead of a value of the model."""
     if not facts.trainable:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from trainer import distributed
-from trainer.callbacks.callback import Callback, HookCaller
+from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
 from trainer.config import ConfigError
 from trainer.data.loader import MicroBatch, TrainLoader, ValidationLoader
 from trainer.engines import Engines, ModelSpec, Plugin, RunFacts
@@ -85,6 +85,8 @@ class MultiModelTrainer:
         folder: Path | None = None,
         timeout_seconds: int = 1800,
     ) -> None:
+        for callback in (callbacks or {}).values():
+            check_hook_names(type(callback), base=Callback)
         self.engines = Engines(plugins, timeout_seconds=timeout_seconds)
         self.accelerator = self.engines.accelerator
         self.device = self.accelerator.device
@@ -97,6 +99,8 @@ class MultiModelTrainer:
         self.global_step = 0
         self._logged: dict[str, Tensor] = {}  # of the current micro-batch
         self._reduced: dict[str, float] = {}  # of the current window
+        self._metrics: dict[str, float] = {}  # of the last validation
+        self._validated_at: int | None = None
         self.stop_reason: str | None = None  # set by a callback, on all ranks alike, to end the run
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
@@ -124,6 +128,7 @@ class MultiModelTrainer:
         return self.after
 
     def _train(self) -> None:
+        self._set_training(True)
         self.emit("on_train_start")
         assert self.train_loader is not None
         windows = self.train_loader.windows(self.global_step)
@@ -215,22 +220,27 @@ class MultiModelTrainer:
             self.emit("on_after_optimizer_step", name=model.name)
 
     def _validate(self) -> dict[str, float]:
-        if self.validation_loader is None:
-            return {}
+        if self.validation_loader is None or self._validated_at == self.global_step:
+            return self._metrics
+        self._set_training(False)
         self.emit("on_validation_start")
         metrics, self.reference = self.evaluate(on_batch=partial(self.emit, "on_validation_batch_end"))
         self.emit("on_validation_end", metrics=metrics)
         self.log_metrics(metrics, step=self.global_step)
+        self._metrics, self._validated_at = metrics, self.global_step
+        self._set_training(True)
         return metrics
 
     @torch.no_grad()
     def evaluate(
         self, *, on_batch: Callable[..., None] | None = None, limit_batches: int | None = None
     ) -> tuple[dict[str, float], dict[str, float]]:
-        """Returns the validation metrics, and those of the task's reference model; only `on_batch` hears of it."""
+        """Returns the validation metrics, and those of the task's reference model; only `on_batch` hears of it.
+
+        Leaves all models in evaluation mode.
+        """
         assert self.validation_loader is not None
-        for model in self.models.values():
-            model.set_training(False)
+        self._set_training(False)
         tally = Tally(self.device)
         for index, micro in enumerate(islice(self.validation_loader, limit_batches)):
             batch = self._to_device(micro.batch)
@@ -240,9 +250,11 @@ class MultiModelTrainer:
                 tally.add_metric(name, value, count, weight=0.0 if micro.is_filler else 1.0)
             if on_batch is not None:
                 on_batch(batch=batch, batch_idx=index)
-        for model in self.models.values():
-            model.set_training(True)
         return self._split_metrics(tally.reduce())
+
+    def _set_training(self, mode: bool) -> None:
+        for model in self.models.values():
+            model.set_training(mode)
 
     def _split_metrics(self, reduced: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
         reference = {name.removeprefix(REFERENCE): reduced[name] for name in reduced if name.startswith(REFERENCE)}
@@ -257,7 +269,7 @@ class MultiModelTrainer:
 
     def prepare(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
         """Gives every model its engine and the task its models."""
-        _check_roles(models, self.engines.configs)
+        check_hook_names(type(task), base=TaskModule)
         self.task, self.tokenizer = task, data.tokenizer
         self.train_loader, self.validation_loader = self._loaders(data)
         self.max_steps = self._number_of_steps()
@@ -268,6 +280,9 @@ class MultiModelTrainer:
             num_steps=self.max_steps,
             seed=self.seed,
         )
+        problems = self.engines.check(models, run)
+        if problems:
+            raise ConfigError(*problems)
         for name, spec in models.items():
             log.info("building %s", name)
             with sign_of_life(f"building {name}"):
@@ -366,12 +381,6 @@ class MultiModelTrainer:
             names = ", ".join(model.name for model in self.trained)
             raise ValueError(f"training_step returned one loss, but {names} are trained; return StepOutput(losses=...)")
         return StepOutput(losses={self.trained[0].name: output})
-
-
-def _check_roles(models: Mapping[str, ModelSpec], plugins: Mapping[str, Any]) -> None:
-    for name in set(models) ^ set(plugins):
-        missing = "plugin; add it to MultiModelTrainer(plugins=...)" if name in models else "model; add it to models="
-        raise ConfigError(f"'{name}' has no {missing}")
 
 
 def _check_trained(stepping: list[str], losses: Mapping[str, float]) -> None:
