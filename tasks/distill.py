@@ -68,8 +68,20 @@ class DistillTask(TaskModule):
         self.vocabulary: int | None = None  # logits that both share; None: all, of models that are not transformers'
         self.optional_arguments: dict[str, set[str]] = {}
 
+    def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
+        problems = [
+            f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}"
+            for role, name in (("student", self.student), ("teacher", self.teacher))
+            if name not in trainable
+        ]
+        if stage == "fit" and trainable.get(self.student) is False:
+            problems.append(f"models.{self.student}.trainable=false, but task.student trains it; set it to true")
+        if trainable.get(self.teacher):
+            problems.append(f"models.{self.teacher}.trainable=true, but task.teacher is frozen; set it to false")
+        return problems
+
     def setup(self, stage: str) -> None:
-        self._check_roles(stage)
+        self._check_teacher()
         student, teacher = self.models[self.student].module, self.models[self.teacher].module
         self.vocabulary = self._find_vocabulary(getattr(student, "config", None), getattr(teacher, "config", None))
         self.optional_arguments = {
@@ -171,22 +183,11 @@ class DistillTask(TaskModule):
             return shared_vocabulary(student, teacher, tokenizer=self.trainer.tokenizer)
         return None  # the losses refuse logits of different sizes
 
-    def _check_roles(self, stage: str) -> None:
-        problems = [
-            f"task.{role} is {name!r}, but models has {', '.join(self.models)}"
-            for role, name in (("student", self.student), ("teacher", self.teacher))
-            if name not in self.models
-        ]
-        if problems:
-            raise ConfigError(*problems)
-        if stage == "fit" and not self.models[self.student].trainable:
-            problems.append(f"models.{self.student}.trainable is false, but task.student trains it; set it to true")
-        if self.models[self.teacher].trainable:
-            problems.append(f"models.{self.teacher}.trainable is true, but task.teacher is frozen; set it to false")
-        elif any(module.training for module in self.models[self.teacher].module.modules()):
-            problems.append(f"models.{self.teacher} is in training mode, its dropout would be noise; call eval() on it")
-        if problems:
-            raise ConfigError(*problems)
+    def _check_teacher(self) -> None:
+        if any(module.training for module in self.models[self.teacher].module.modules()):
+            raise ConfigError(
+                f"models.{self.teacher} is in training mode, its dropout would be noise; call eval() on it"
+            )
 
 
 def all_mask(batch: Batch) -> Tensor:

@@ -10,6 +10,8 @@ from typing import Any
 
 import omegaconf
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trainer import arguments
 from trainer.config import ModelConfig, RunConfig
@@ -54,7 +56,7 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("org/small", "org/large"):
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
-        (folder / name / "model.safetensors").touch()
+        save_file({"weight": torch.zeros(1)}, folder / name / "model.safetensors")
     return folder
 
 

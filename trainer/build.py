@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch.utils.data import Dataset, default_collate
@@ -57,7 +59,12 @@ def build_run(cfg: DictConfig) -> Run:
 
 def make(node: Mapping[str, Any], **arguments: Any) -> Any:
     """Returns the object of a node with `_target_`, made from plain containers."""
-    return instantiate(node, _convert_="all", **arguments)
+    try:
+        return instantiate(node, _convert_="all", **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None  # a refusal, not a bug in what was called
+        raise
 
 
 def build_trainer(cfg: DictConfig) -> MultiModelTrainer:
@@ -148,6 +155,7 @@ def _datasets(
     cfg: DictConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Dataset[Any] | None, Dataset[Any] | None]:
     options = cfg.data
+    _check_sources(cfg)
     if OmegaConf.is_dict(options.train):
         return make(options.train), make(options.validation) if options.validation is not None else None
     if tokenizer is None:
@@ -163,7 +171,33 @@ def _datasets(
     make_dataset = partial(
         build_text_dataset, tokenizer=tokenizer, block_size=options.block_size, packing=options.packing
     )
-    return make_dataset(train_rows), make_dataset(validation_rows)
+    held_out = options.validation or f"a part of {options.train}"
+    with _naming(f"data.train={options.train}"):
+        train = make_dataset(train_rows)
+    with _naming(f"data.validation={held_out}"):
+        validation = make_dataset(validation_rows)
+    return train, validation
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Says where the rows are from that a message counts."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(*(f"{place}, {problem}" for problem in error.problems)) from error
+
+
+def _check_sources(cfg: DictConfig) -> None:
+    train, validation = cfg.data.train, cfg.data.validation
+    if validation is None:
+        if cfg.mode == "validate" and OmegaConf.is_dict(train):
+            raise ConfigError("data.validation is missing, and mode=validate has nothing else to score; give a node")
+    elif OmegaConf.is_dict(train) != OmegaConf.is_dict(validation):
+        raise ConfigError(
+            "data.train and data.validation must be of one kind: both text (a file, a hub name, embedded:<asset>), "
+            "or both a node with _target_"
+        )
 
 
 def plain(node: Any) -> Mapping[str, Any]:

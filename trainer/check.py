@@ -1,5 +1,6 @@
 """Says what is wrong with a configuration that composes, before anything is allocated or started."""
 
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -29,6 +30,7 @@ def problems(cfg: DictConfig, overrides: list[str]) -> list[str]:
     for check in (target_problems, _check_ranges, _check_models, _check_data, _check_builds, _check_launch):
         found += check(config)
     found += _check_plugins(config, overrides)
+    found += _check_by_trial(config, found)
     return list(dict.fromkeys(found))
 
 
@@ -119,6 +121,9 @@ def _check_optimizer(name: str, model: Config) -> Iterator[str]:
             f"add `- /optimizer@models.{name}.optimizer: adamw` to the task's defaults, "
             f"or give optimizer@models.{name}.optimizer=adamw"
         )
+    rate = (model["optimizer"] or {}).get("lr", 0.0)
+    if isinstance(rate, int | float) and not 0 <= rate < math.inf:
+        yield f"models.{name}.optimizer.lr={rate}: must be a finite number of at least 0"
     for part in ("optimizer", "scheduler"):
         if not model["trainable"] and model[part]:
             yield (
@@ -134,6 +139,8 @@ def _check_data(config: Config) -> list[str]:
     from trainer.data.files import check_source
 
     found: list[str] = []
+    if config["data"]["train"] is None:
+        found.append("data.train is null; give a file, a hub name, embedded:<asset>, or a node with _target_")
     for key in ("train", "validation"):
         source = config["data"][key]
         if isinstance(source, str) and source != "???":
@@ -159,6 +166,12 @@ def _check_builds(config: Config) -> list[str]:
     return found
 
 
+def _check_by_trial(config: Config, found: list[str]) -> list[str]:
+    from trainer.trial import trial_problems
+
+    return trial_problems(config, found)
+
+
 def _check_plugins(config: Config, overrides: list[str]) -> list[str]:
     from trainer.plugins import check_plugins
 
@@ -177,6 +190,8 @@ def _check_values(config: Config, name: str) -> list[str]:
     if not uses_engine(plugin) or model["dtype"] not in _DTYPES:
         return []
     dtype = getattr(torch, model["dtype"]) if model["dtype"] != "auto" else dtype_of(plugin) or torch.float32
+    if dtype == torch.float16 and not launch.count_gpus():
+        return [f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16"]
     facts = Facts(
         micro_batch=config["data"]["batch_size"],
         accumulation=model["gradient_accumulation_steps"] or config["trainer"]["gradient_accumulation_steps"],

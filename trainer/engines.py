@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,8 +25,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer import distributed
 from trainer.config import ConfigError
 from trainer.handle import ModelHandle
+from trainer.plugin_keys import AUTO
 from trainer.plugins import (
-    AUTO,
     Config,
     Facts,
     check_plugin,
@@ -113,10 +114,8 @@ class Engines:
     def check(self, models: Mapping[str, ModelSpec], run: RunFacts) -> list[str]:
         """Returns every problem of the models and their plugins, before any of them is built."""
         unpaired = set(models) ^ set(self.configs)
-        problems = [
-            f"'{name}' has no {'plugin; add it to MultiModelTrainer(plugins=...)' if name in models else 'ModelSpec'}"
-            for name in sorted(unpaired)
-        ]
+        places = {True: "plugin; add it to MultiModelTrainer(plugins=...)", False: "model; add it to fit(models=...)"}
+        problems = [f"'{name}' has no {places[name in models]}" for name in sorted(unpaired)]
         for name in (name for name in models if name not in unpaired):
             problems += self._check_model(name, models[name], run)
         return problems
@@ -271,6 +270,8 @@ def _config_of(name: str, plugin: Plugin) -> Config:
         config = read_plugin(f"models.{name}.plugin", plugin.deepspeed_config)
         if config.get("gradient_accumulation_steps") == 1:
             config["gradient_accumulation_steps"] = AUTO  # Accelerate has put its 1 where there was `auto` or nothing
+        if config.get("steps_per_print") == math.inf:
+            del config["steps_per_print"]  # Accelerate's word for never; DeepSpeed's is a large number
         return config
     return read_plugin(f"models.{name}.plugin", plugin)
 

@@ -37,6 +37,7 @@ def export_model(
     A transformers model becomes a folder for `from_pretrained`, with its tokenizer; another module becomes
     model.safetensors beside build.yaml, the node of the configuration that makes it.
     """
+    handle.settle()
     state = gathered_state_dict(handle.module)
     if distributed.is_main():
         _check_complete(handle, state)

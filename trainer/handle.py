@@ -117,6 +117,14 @@ class ModelHandle:
         """Puts a trained model into training or evaluation mode; a frozen one is always in evaluation mode."""
         self.module.train(mode and self.trainable)
 
+    def settle(self) -> None:
+        """Partitions all weights of a ZeRO-3 model, also those that a validation prefetched for a step that never came.
+
+        Gathering such a weight fails; every rank must call it.
+        """
+        if self.stage == 3:
+            self.engine.empty_partition_cache()  # type: ignore[operator]
+
     # What it is ------------------------------------------------------------------------------------------------------
 
     @property

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 import transformers
 from huggingface_hub import HfApi
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -27,7 +28,7 @@ Loaded = TypeVar("Loaded")
 
 _CAUSAL_LM = "trainer.models.causal_lm"
 _FROM_CONFIG = "trainer.models.causal_lm_from_config"
-_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError)
+_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -106,7 +107,10 @@ def check_build(key: str, build: Mapping[str, Any]) -> list[str]:
     """
     target = build.get("_target_")
     if target == _CAUSAL_LM:
-        return _check_name(f"{key}.name", build.get("name"), trust_remote_code=build.get("trust_remote_code", False))
+        name = build.get("name")
+        return _check_name(
+            f"{key}.name", name, trust_remote_code=build.get("trust_remote_code", False)
+        ) or _check_weights(f"{key}.name", str(name))
     if target == _FROM_CONFIG and isinstance(build.get("config"), Mapping):
         return _check_settings(f"{key}.config", build["config"])
     if target == _FROM_CONFIG:
@@ -260,6 +264,22 @@ def _folder_problem(folder: Path) -> str | None:
     inside = sorted(file.parent for file in [*folder.glob("*/config.json"), *folder.glob("*/*/config.json")])
     hint = f"; nearest: {inside[0]}" if inside else "; a folder written by save_pretrained has one"
     return f"this folder has no config.json{hint}"
+
+
+def _check_weights(key: str, name: str) -> list[str]:
+    """Returns the problem of a folder without whole weights; of each file only the header is read."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return []
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            return [f"{key}={name}: {file.name} is broken ({_first_line(error)}); copy or download it again"]
+    if not any(file.suffix in (".safetensors", ".bin", ".json") for file in folder.glob("*model*")):
+        return [f"{key}={name}: this folder has no weights, such as the model.safetensors that save_pretrained writes"]
+    return []
 
 
 def _looks_like_path(name: str) -> bool:

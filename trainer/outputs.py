@@ -10,6 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Mapping
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,22 @@ def setup_logging(folder: Path | None, *, is_main: bool) -> None:
     """
     rich.reconfigure(stderr=True)
     root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, ConsoleHandler | RunLogHandler)]:
+    early = next((h for h in root.handlers if isinstance(h, EarlyRecords)), None)
+    for handler in [h for h in root.handlers if isinstance(h, ConsoleHandler | RunLogHandler | EarlyRecords)]:
         root.removeHandler(handler)
-        handler.close()
+        if handler is not early:
+            handler.close()
     root.setLevel(logging.INFO)
     root.addHandler(ConsoleHandler(prefix="" if is_main else f"[rank {distributed.rank()}] "))
     if not is_main:
         root.handlers[-1].setLevel(logging.WARNING)
-    elif folder is not None:
+    elif folder is None:
+        root.addHandler(EarlyRecords())
+    else:
         root.addHandler(RunLogHandler(folder / "run.log"))
+        if early is not None:
+            early.setTarget(root.handlers[-1])
+            early.close()
     logging.captureWarnings(True)
 
 
@@ -71,12 +79,20 @@ class ConsoleHandler(logging.Handler):
         rich.get_console().print(text, soft_wrap=True)
 
 
+class EarlyRecords(MemoryHandler):
+    """Keeps what was said before the run had a folder, for its run.log."""
+
+    def __init__(self) -> None:
+        super().__init__(capacity=10_000, flushLevel=logging.CRITICAL + 1)
+
+
 class RunLogHandler(logging.FileHandler):
     """Writes run.log, with times and levels, and with the warnings that the console leaves out."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(file, encoding="utf-8")
         self.addFilter(is_no_chatter)
+        self.addFilter(lambda record: record.name != "trainer.heartbeat")  # for those who wait
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
 

@@ -57,7 +57,7 @@ def plan_column(model: ModelHandle, *, batch_size: int) -> list[str]:
         "replicate" if model.stage is None else f"ZeRO-{model.stage}",
         _offload(config),
         _count(model.num_parameters) + (f" ({_count(model.num_trainable)} trained)" if _is_partial(model) else ""),
-        f"{model.local_bytes() / 1e9:.3f} GB",
+        _bytes(model.local_bytes()),
         dtype_name(model.dtype),
         str(batch_size),
         str(model.accumulation) if trained else "-",
@@ -80,6 +80,13 @@ def _count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f}{unit}"
     return str(number)
+
+
+def _bytes(number: int) -> str:
+    for size, unit in ((1e9, "GB"), (1e6, "MB")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number / 1e3:.3g} kB"
 
 
 def _offload(config: Config) -> str:

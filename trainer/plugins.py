@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -13,59 +12,18 @@ from typing import Any
 
 import hjson
 import torch
-from pydantic import BaseModel, ValidationError
 
 from trainer.config import ConfigError
+from trainer.plugin_keys import AUTO, check_keys
 
 Config = dict[str, Any]
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"
 REPLICATE = "replicate"  # the whole plugin of a frozen model without an engine
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 RUN_KEYS = (*BATCH_KEYS, "gradient_clipping")  # resolved one by one
-
-# DeepSpeed 0.19.8 takes any other top-level key without a word (runtime/config.py, runtime/constants.py).
-SCALAR_TYPES: dict[str, tuple[type, ...]] = {
-    "train_batch_size": (int,),
-    "train_micro_batch_size_per_gpu": (int,),
-    "gradient_accumulation_steps": (int,),
-    "steps_per_print": (int, float),
-    "gradient_clipping": (int, float),
-    "prescale_gradients": (bool,),
-    "gradient_predivide_factor": (int, float),
-    "gradient_allreduce_op": (str,),
-    "communication_data_type": (str,),
-    "seq_parallel_communication_data_type": (str,),
-    "disable_allgather": (bool,),
-    "disable_python_gc": (bool,),
-    "dump_state": (bool,),
-    "wall_clock_breakdown": (bool,),
-    "memory_breakdown": (bool,),
-    "dataloader_drop_last": (bool,),
-    "zero_allow_untested_optimizer": (bool,),
-    "zero_force_ds_cpu_optimizer": (bool,),
-    "use_data_before_expert_parallelism": (bool,),
-    "log_level": (str,),
-    "sequence_parallel_size": (int,),
-}
-BLOCKS = frozenset({
-    "zero_optimization", "bf16", "fp16", "optimizer", "scheduler", "torch_autocast", "data_types", "checkpoint",
-    "activation_checkpointing", "aio", "flops_profiler", "comms_logger", "tensorboard", "wandb", "csv_monitor",
-    "comet", "monitor_config", "timers", "compile", "hybrid_engine", "tensor_parallel", "expert_parallel",
-    "weight_quantization", "data_efficiency", "curriculum_learning", "autotuning", "elasticity", "pipeline",
-    "compression_training", "sparse_attention", "eigenvalue", "progressive_layer_drop", "datastates_ckpt", "nebula",
-    "use_node_local_storage", "python_gc", "amp",
-})  # fmt: skip
-UNSUPPORTED = {
-    "managed_gradient_accumulation": "the trainer owns the accumulation boundary; remove the key",
-    "amp": "NVIDIA Apex AMP is not supported; set models.<name>.dtype",
-    "pipeline": "pipeline engines are not supported",
-    "elasticity": "it changes the batch size behind the trainer's back; remove the block",
-    "sparse_attention": "DeepSpeed removed it",
-}
 
 # Optimizers whose step DeepSpeed runs on the CPU; any other one would be slow, or be replaced without a word.
 OFFLOAD_OPTIMIZERS = ("DeepSpeedCPUAdam", "DeepSpeedCPULion", "DeepSpeedCPUAdagrad")
@@ -179,7 +137,7 @@ def check_plugin(name: str, plugin: Mapping[str, Any], *, trainable: bool, optim
         return [f"{key} is missing; choose one: plugin@{key}=zero2 (frozen models: replicate or zero3_inference)"]
     if not uses_engine(config):
         return _check_replicate(key, name, config, trainable)
-    problems = list(_check_keys(key, config)) + list(_check_blocks(key, config))
+    problems = check_keys(key, config)
     if not problems:
         problems = list(_check_combination(key, name, config, trainable, optimizer)) + _unresolvable(key, config)
     return problems
@@ -226,71 +184,6 @@ def _check_replicate(key: str, name: str, config: Config, trainable: bool) -> li
     return (
         [f"{key}.{extra[0]} has no effect beside replicate=true; choose plugin@{key}=zero3_inference"] if extra else []
     )
-
-
-def _check_keys(key: str, config: Config) -> Iterator[str]:
-    known = sorted(BLOCKS | set(SCALAR_TYPES))
-    for name, value in config.items():
-        if name in UNSUPPORTED:
-            yield f"{key}.{name} is not supported: {UNSUPPORTED[name]}"
-        elif name not in known:
-            yield f"{key}.{name} is no DeepSpeed key, and DeepSpeed would ignore it{_did_you_mean(name, known)}"
-        elif name in SCALAR_TYPES and value != AUTO and not _is_of(value, SCALAR_TYPES[name]):
-            expected = " or ".join(kind.__name__ for kind in SCALAR_TYPES[name])
-            yield f"{key}.{name}={value!r} must be {expected}, but is {type(value).__name__}"
-
-
-def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-
-
-def _check_blocks(key: str, config: Config) -> Iterator[str]:
-    for name, schema in _block_schemas().items():
-        block = config.get(name)
-        if block is None:
-            continue
-        if not isinstance(block, dict):
-            yield f"{key}.{name}={block!r} must be a mapping"
-            continue
-        try:
-            schema(**_without_autos(block))
-        except ValidationError as error:
-            yield from (_explain(f"{key}.{name}", schema, item) for item in error.errors())
-        except (ValueError, AssertionError) as error:
-            yield f"{key}.{name}: {error}"
-    zero = config.get("zero_optimization")
-    if isinstance(zero, dict) and zero.get("stage") == AUTO:
-        yield f"{key}.zero_optimization.stage=auto cannot be resolved: it is the choice to make; write 0, 1, 2 or 3"
-    for name in ("optimizer", "scheduler"):
-        block = config.get(name)
-        if block is not None and not (isinstance(block, dict) and isinstance(block.get("type"), str)):
-            yield f"{key}.{name}={block!r} must be a mapping with 'type' and 'params'"
-
-
-def _block_schemas() -> dict[str, type[BaseModel]]:
-    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
-
-
-def _without_autos(block: Mapping[str, Any]) -> Config:
-    plain = {key: _without_autos(value) if isinstance(value, Mapping) else value for key, value in block.items()}
-    return {key: value for key, value in plain.items() if value != AUTO}
-
-
-def _explain(key: str, schema: type[BaseModel], item: Mapping[str, Any]) -> str:
-    path = [str(part) for part in item["loc"]]
-    where = ".".join([key, *path])
-    if item["type"] == "extra_forbidden":
-        known = [alias for name, info in schema.model_fields.items() for alias in (info.alias or name,)]
-        return f"{where} is no DeepSpeed key{_did_you_mean(path[-1], known) if len(path) == 1 else ''}"
-    return f"{where}={item.get('input')!r}: {item['msg']}"
-
-
-def _did_you_mean(word: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(word, known, 1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _check_combination(key: str, name: str, config: Config, trainable: bool, optimizer: str | None) -> Iterator[str]:
@@ -361,12 +254,25 @@ def resolve(key: str, config: Mapping[str, Any], facts: Facts) -> Config:
             resolved.pop(block, None)
     if str(resolved.get("scheduler", {}).get("type", "")).startswith("Warmup"):
         # DeepSpeed's own default is "log", which is not what anyone expects of a warmup
-        resolved["scheduler"].setdefault("params", {}).setdefault("warmup_type", "linear")
+        resolved["scheduler"]["params"] = {"warmup_type": "linear", **(resolved["scheduler"].get("params") or {})}
+    if _would_compile_adam(resolved, facts):
+        resolved["optimizer"]["params"] = {**(resolved["optimizer"].get("params") or {}), "torch_adam": True}
     problems: list[str] = []
     _replace_autos(key, resolved, "", _autos(resolved, facts), problems)
     if problems:
         raise ConfigError(*problems)
     return resolved
+
+
+def _would_compile_adam(config: Config, facts: Facts) -> bool:
+    """Returns whether an Adam block means DeepSpeed's fused kernel on a CPU, which has no use for it.
+
+    Compiling it takes minutes, and what torch's Adam computes is the same.
+    """
+    block = config.get("optimizer") or {}
+    is_adam = str(block.get("type", "")).lower() in ("adam", "adamw")
+    offloads = _offloads(config.get("zero_optimization") or {}, "offload_optimizer")
+    return is_adam and not facts.on_gpu and not offloads and "torch_adam" not in (block.get("params") or {})
 
 
 def check_values(key: str, config: Mapping[str, Any], facts: Facts) -> list[str]:
@@ -388,6 +294,8 @@ def log_rewrites(key: str, config: Mapping[str, Any], facts: Facts) -> None:
         for block in ("optimizer", "scheduler"):
             if config.get(block) is not None:
                 log.info("%s.%s is left out: the model is frozen", key, block)
+    if facts.trainable and _would_compile_adam(dict(config), facts):
+        log.info("%s.optimizer: on a CPU torch's own Adam takes the place of DeepSpeed's fused one", key)
     if (config.get("zero_optimization") or {}).get("memory_efficient_linear") is True:
         log.info("%s.zero_optimization.memory_efficient_linear=true is set to false: it changes all models", key)
     clipping = config.get("gradient_clipping", AUTO)
@@ -440,7 +348,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _autos(config: Config, facts: Facts) -> dict[str, Callable[[], Any]]:
     hidden = facts.hidden_size
-    given = (config.get("optimizer") or {}).get("params", {}).get("lr", AUTO)
+    given = ((config.get("optimizer") or {}).get("params") or {}).get("lr", AUTO)
     lr = facts.optimizer.get("lr") if given == AUTO else given
     rate = {} if lr is None else {"optimizer.params.lr": lambda: lr, "scheduler.params.warmup_max_lr": lambda: lr}
     return rate | {

@@ -47,7 +47,7 @@ def closing_rows(
     names = list(dict.fromkeys(name for column in values.values() for name in column))
     rows = [[_label(name, labels or {}), *(_number(column.get(name)) for column in values.values())] for name in names]
     sizes = num_parameters or {}
-    if sizes:
+    if any(model in sizes for model in models):
         rows.append(["parameters", *(_size(sizes.get(model)) for model in models)])
     speed = {name.replace("_per_s", "/s"): rate for name, rate in (rates or {}).items()}
     costs = {"step time (s)": step_time, **speed, "peak memory (GB)": memory_gb}

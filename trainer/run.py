@@ -63,6 +63,8 @@ def run(cfg: DictConfig, *, folder: Path, command: str) -> None:
 def fit(job: Run, cfg: DictConfig) -> None:
     """Trains, exports the trained models, and proves that the exports score as the models in memory did."""
     job.trainer.fit(job.task, models=job.models, data=job.data)
+    if job.trainer.stop_reason is not None:
+        log.info("stopped at step %d: %s", job.trainer.global_step, job.trainer.stop_reason)
     export(job, cfg)
 
 
@@ -72,8 +74,8 @@ def validate(job: Run, cfg: DictConfig) -> None:
 
 
 def export_only(job: Run, cfg: DictConfig) -> None:
-    """Writes the models as they are."""
-    job.trainer.prepare(job.task, models=job.models, data=job.data)
+    """Validates the models as they are, for the model card, and writes them."""
+    validate(job, cfg)
     export(job, cfg)
 
 
@@ -132,7 +134,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
             versions={name: version(name) for name in ("torch", "deepspeed", "accelerate", "transformers")},
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
-        out.print(f"exported: {folder}")
+        out.print(f"exported: {folder}", highlight=False)
 
 
 def _closing_rows(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ class Tally:
 
     def add_metric(self, name: str, value: Metric, items: Tensor | float, *, weight: float = 1.0) -> None:
         """Adds a mean over `items`, or a (sum, count); weight 0 for a filler whose numbers must not count."""
+        _check_metric(name, value)
         total, count = value if isinstance(value, tuple) else (self._plain(value) * self._plain(items), items)
         if weight == 0:
             total, count = 0.0, 0.0  # not a product: a filler's NaN must not count either
@@ -32,7 +35,7 @@ class Tally:
     def _plain(self, value: Tensor | float) -> Tensor:
         # float32 on devices without float64; sums of up to a window's items are exact enough in either.
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
-        return torch.as_tensor(value).detach().to(self.device, dtype)
+        return torch.as_tensor(value).detach().reshape(()).to(self.device, dtype)
 
     def reduce(self) -> dict[str, float]:
         """Returns name to mean over all ranks; every rank must call it with the same names. 0 items give 0."""
@@ -48,3 +51,16 @@ class Tally:
         here = [name for name, total in self._sums.items() if not torch.isfinite(total)]
         by_rank = distributed.gather(here)
         return "; ".join(f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(by_rank) if names)
+
+
+def _check_metric(name: Any, value: Any) -> None:
+    """Raises ValueError for what has no mean over items."""
+    numbers = value if isinstance(value, tuple) else (value,)
+    is_right = (len(numbers) == 2 or not isinstance(value, tuple)) and all(
+        number.numel() == 1 if isinstance(number, Tensor) else isinstance(number, int | float) for number in numbers
+    )
+    if not isinstance(name, str):
+        raise ValueError(f"the name {name!r} of a metric must be text, such as 'student/forward_kl'")
+    if not is_right:
+        shown = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"the metric '{name}' is {shown}; it must be one number, or a pair (sum, count)")

@@ -73,11 +73,16 @@ def _import(name: str, *, whole: str) -> types.ModuleType:
         ) from error
     # A user's module may raise anything while it is imported; all of it means that the target is not there.
     except Exception as error:
-        where = error.__traceback__
-        while where is not None and where.tb_next is not None:
-            where = where.tb_next
-        place = f" ({where.tb_frame.f_code.co_filename}:{where.tb_lineno})" if where else ""
-        raise TargetError(f"importing {name} raised {type(error).__name__}: {error}{place}") from error
+        raise TargetError(f"importing {name} {how_raised(error)}") from error
+
+
+def how_raised(error: BaseException) -> str:
+    """Returns what was raised and in which line, for code that is the user's."""
+    where = error.__traceback__
+    while where is not None and where.tb_next is not None:
+        where = where.tb_next
+    place = f" ({where.tb_frame.f_code.co_filename}:{where.tb_lineno})" if where else ""
+    return f"raised {type(error).__name__}: {error}{place}"
 
 
 def _submodules(module: types.ModuleType) -> list[str]:
@@ -150,7 +155,8 @@ def _check_types(
         if word not in parameters or hint is None or not kinds <= {*_SIMPLE, "Tensor"} or value in ("auto", "???"):
             continue
         numbers = [kind for kind in (int, float) if kind in kinds]
-        if isinstance(value, str | list | dict) or (isinstance(value, bool) and bool not in kinds):
+        is_other = isinstance(value, str | list | dict) or (value is None and type(None) not in kinds)
+        if is_other or (isinstance(value, bool) and bool not in kinds):
             wanted = "a number" if numbers else "true or false"
             yield f"{key}.{word}={value}: must be {wanted}"
         elif isinstance(value, float) and numbers == [int] and not value.is_integer():

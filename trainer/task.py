@@ -49,6 +49,15 @@ class TaskModule:
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
     metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
 
+    def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
+        """Returns what is wrong with the run's models for this task, before any of them is built.
+
+        Args:
+            trainable: Name of each model to whether it is trained.
+            stage: "fit", "validate" or "export".
+        """
+        return []
+
     def setup(self, stage: str) -> None:
         """Runs once all models are prepared; stage is "fit" or "validate"."""
 
@@ -85,5 +94,5 @@ class TaskModule:
         return {}
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Adds a mean over this micro-batch's items to the metrics: `train/<name>`."""
+        """Adds a mean over this micro-batch's items to the metrics: `train/<name>`, or `val/<name>` in a validation."""
         self.trainer.log(name, torch.as_tensor(value).detach())

@@ -28,7 +28,7 @@ from trainer.plan import show_plan
 from trainer.seeds import seed_everything
 from trainer.tally import Tally
 from trainer.task import JOINT, Batch, NonFiniteError, StepOutput, TaskModule
-from trainer.window import EVERY, Window, check_keys, owner
+from trainer.window import EVERY, Window, check_output, owner
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +110,7 @@ class MultiModelTrainer:
 
     def fit(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
         """Prepares the models, validates, trains, and validates again."""
+        _check_task(task, models, stage="fit")
         self.prepare(task, models=models, data=data)
         with self._stage("fit"):
             fingerprints = {model.name: model.fingerprint() for model in self.frozen}
@@ -122,6 +123,7 @@ class MultiModelTrainer:
 
     def validate(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> dict[str, float]:
         """Prepares the models and returns their validation metrics."""
+        _check_task(task, models, stage="validate")
         self.prepare(task, models=models, data=data)
         with self._stage("validate"):
             self.after = self._validate()
@@ -186,11 +188,9 @@ class MultiModelTrainer:
     def _weighted_losses(self, window: Window, index: int, output: StepOutput, tally: Tally) -> dict[str, Tensor]:
         """Returns one loss per backward, each a share of the mean over the global batch."""
         totals: dict[str, Tensor] = {}
-        check_keys([*output.losses, *output.sums], [model.name for model in self.trained])
+        check_output(output, [model.name for model in self.trained])
         for is_sum, losses in ((False, output.losses), (True, output.sums)):
             for key, loss in losses.items():
-                if not loss.requires_grad:
-                    raise ValueError(f"the loss '{key}' depends on no trained model's weights (it has no graph)")
                 weight = window.weight(index, key, is_sum=is_sum)
                 # float32 at least: a bfloat16 loss times a weight would round the whole update
                 share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
@@ -245,7 +245,11 @@ class MultiModelTrainer:
         for index, micro in enumerate(islice(self.validation_loader, limit_batches)):
             batch = self._to_device(micro.batch)
             items = self.task.count_items(batch)
-            for name, value in self.task.validation_step(batch, index).items():
+            self._logged.clear()
+            metrics = self.task.validation_step(batch, index)
+            if not isinstance(metrics, dict):
+                raise ValueError(f"validation_step returned {type(metrics).__name__}; return a dict of name to number")
+            for name, value in {**metrics, **self._logged}.items():
                 count = items.get(name, items.get(EVERY, 1)) if isinstance(items, dict) else items
                 tally.add_metric(name, value, count, weight=0.0 if micro.is_filler else 1.0)
             if on_batch is not None:
@@ -369,6 +373,8 @@ class MultiModelTrainer:
             self.emit("teardown", stage=stage)
 
     def _to_device(self, batch: Batch) -> Batch:
+        if not isinstance(batch, Mapping):
+            raise ValueError(f"a batch is of type {type(batch).__name__}; datasets' items and collate must give dicts")
         return {
             name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
             for name, value in batch.items()
@@ -377,10 +383,20 @@ class MultiModelTrainer:
     def _as_output(self, output: Tensor | StepOutput) -> StepOutput:
         if isinstance(output, StepOutput):
             return output
+        if not isinstance(output, Tensor):
+            kind = type(output).__name__
+            raise ValueError(f"training_step returned {kind}; return a loss, or StepOutput(losses={{name: loss}})")
         if len(self.trained) != 1:
             names = ", ".join(model.name for model in self.trained)
             raise ValueError(f"training_step returned one loss, but {names} are trained; return StepOutput(losses=...)")
         return StepOutput(losses={self.trained[0].name: output})
+
+
+def _check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str) -> None:
+    check_hook_names(type(task), base=TaskModule)
+    problems = task.check_models({name: spec.trainable for name, spec in models.items()}, stage=stage)
+    if problems:
+        raise ConfigError(*problems)
 
 
 def _check_trained(stepping: list[str], losses: Mapping[str, float]) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer import distributed
-from trainer.task import JOINT, Batch, TaskModule
+from trainer.task import JOINT, Batch, StepOutput, TaskModule
 
 EVERY = "*"  # the count of a task that gives one number for all its losses
 
@@ -36,14 +38,19 @@ class Window:
     ) -> None:
         self.batches, self.is_filler = list(batches), list(is_filler)
         self.accumulation = dict(accumulation)
+        for batch in self.batches:
+            if not isinstance(batch, Mapping):
+                raise ValueError(f"prepare_batch returned {type(batch).__name__}; return the batch to train on, a dict")
         counts = [_as_mapping(task.count_items(batch)) for batch in self.batches]
+        _check_counts(counts)
         self._keys = sorted(counts[0])
         self._local = self._table(counts, device)  # (micro-batch, key)
         self._global = distributed.sum_over_ranks(self._local)
 
     def _table(self, counts: list[dict[str, int | Tensor]], device: torch.device) -> Tensor:
         rows = [
-            torch.stack([torch.as_tensor(count[key]).to(device, torch.float64) for key in self._keys]) * (not filler)
+            torch.stack([torch.as_tensor(count[key]).reshape(()).to(device, torch.float64) for key in self._keys])
+            * (not filler)
             for count, filler in zip(counts, self.is_filler, strict=True)
         ]
         return torch.stack(rows)
@@ -93,6 +100,40 @@ class Window:
 
 def _as_mapping(count: int | Tensor | dict[str, int | Tensor]) -> dict[str, int | Tensor]:
     return count if isinstance(count, dict) else {EVERY: count}
+
+
+def _check_counts(counts: Sequence[dict[str, int | Tensor]]) -> None:
+    """Raises ValueError for what is no count; tensors are looked at by their shape only, not to wait for the device."""
+    for count in counts:
+        for key, value in count.items():
+            name = "count_items" if key == EVERY else f"count_items' '{key}'"
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; return one number for the micro-batch")
+            if not isinstance(value, Tensor) and not _is_count(value):
+                raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
+        if not count or count.keys() != counts[0].keys():
+            raise ValueError(
+                f"count_items returned counts for {list(count)} of one micro-batch and {list(counts[0])} of another; "
+                "return the same keys, at least one, for every micro-batch"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value < math.inf
+
+
+def check_output(output: StepOutput, trained: Sequence[str]) -> None:
+    """Raises ValueError for losses that cannot be backpropagated, each by its name."""
+    check_keys([*output.losses, *output.sums], trained)
+    for key in output.losses.keys() & output.sums.keys():
+        raise ValueError(f"training_step returned '{key}' in losses and in sums; give it in one of them")
+    for key, loss in {**output.losses, **output.sums}.items():
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"the loss '{key}' is of type {type(loss).__name__}; it must be a tensor of one number")
+        if loss.numel() != 1:
+            raise ValueError(f"the loss '{key}' has shape {tuple(loss.shape)}; return its mean, or its sum in sums")
+        if not loss.requires_grad:
+            raise ValueError(f"the loss '{key}' depends on no trained model's weights (it has no graph)")
 
 
 def check_keys(keys: Sequence[str], trained: Sequence[str]) -> None:

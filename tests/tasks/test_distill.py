@@ -414,24 +414,26 @@ def test_a_terms_function_is_its_name_unless_given():
     assert task.terms["reverse_kl"].weight == 1.0 and task.terms["reverse_kl"].mask == "completion"
 
 
-def roles_error(**changes) -> str:
-    task = ready_task(llama(0), llama(1), FORWARD_KL)
-    for name, (attribute, value) in changes.items():
-        setattr(task.models[name], attribute, value)
-    with pytest.raises(ConfigError) as caught:
-        task.setup("fit")
-    return str(caught.value)
+def test_wrong_roles_are_refused_by_key_before_models_are_built():
+    task = DistillTask(terms=FORWARD_KL)
 
-
-def test_wrong_roles_are_refused_by_key():
-    assert "models.student.trainable is false" in roles_error(student=("trainable", False))
-    assert "models.teacher.trainable is true" in roles_error(teacher=("trainable", True))
-    assert "models.teacher is in training mode" in roles_error(teacher=("module", llama(1).train()))
+    assert task.check_models({"student": True, "teacher": False}, stage="fit") == []
+    assert task.check_models({"student": False, "teacher": True}, stage="fit") == [
+        "models.student.trainable=false, but task.student trains it; set it to true",
+        "models.teacher.trainable=true, but task.teacher is frozen; set it to false",
+    ]
+    assert DistillTask(teacher="techer", terms=FORWARD_KL).check_models(
+        {"student": True, "teacher": False}, stage="fit"
+    ) == ["task.teacher=techer: models has no techer, only student, teacher"]
     with pytest.raises(ConfigError, match=r"task\.student and task.teacher are both 'model'"):
         DistillTask(student="model", teacher="model", terms=FORWARD_KL)
-    task = DistillTask(teacher="techer", terms=FORWARD_KL)
-    task.models = {"student": None, "teacher": None}
-    with pytest.raises(ConfigError, match=r"task\.teacher is 'techer', but models has student, teacher"):
+
+
+def test_a_teacher_in_training_mode_is_refused():
+    task = ready_task(llama(0), llama(1), FORWARD_KL)
+    task.models["teacher"].module = llama(1).train()
+
+    with pytest.raises(ConfigError, match=r"models\.teacher is in training mode"):
         task.setup("fit")
 
 

@@ -110,3 +110,67 @@ def test_what_the_trainer_gives_itself_may_not_be_given():
     (problem,) = problems_of("models.student.optimizer.params=3")
 
     assert problem == "models.student.optimizer.params: the trainer gives this one itself; drop it"
+
+
+def test_what_constructors_refuse_is_known_before_anything_is_started():
+    found = problems_of(
+        "task.terms.forward_kl.weight=-1",
+        "callbacks=early_stopping",
+        "callbacks.early_stopping.patience=0",
+        "logger.wandb.mode=sometimes",
+        "models.student.optimizer.lr=0.1",
+        "models.student.optimizer.betas=[2.0,3.0]",
+    )
+
+    assert "task.terms.forward_kl.weight is -1; it must be a number of at least 0" in found
+    assert "callbacks.early_stopping.patience=0 must be at least 1" in found
+    assert any(problem.startswith("logger.wandb.mode=sometimes") for problem in found)
+    assert any(
+        problem.startswith("models.student.optimizer: torch.optim.AdamW raised ValueError: Invalid beta parameter")
+        for problem in found
+    )
+    assert len(found) == 4, found
+
+
+@pytest.mark.parametrize("rate", ["-1", "nan", "inf"])
+def test_a_learning_rate_is_finite_and_not_negative(rate: str):
+    (problem,) = problems_of(f"models.student.optimizer.lr={rate}")
+
+    assert problem == f"models.student.optimizer.lr={rate}: must be a finite number of at least 0"
+
+
+def test_a_schedule_that_cannot_be_is_refused_before_models_are_built():
+    (problem,) = problems_of("models.student.scheduler.warmup_steps=-3")
+
+    assert problem.startswith("models.student.scheduler: trainer.schedules.cosine raised ValueError: warmup_steps must")
+
+
+def test_objects_of_another_kind_and_hooks_that_are_none_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "odd_parts.py").write_text(
+        "from trainer import Callback, TaskModule\n"
+        "class Typo(Callback):\n    def on_fit_strat(self, trainer, task): ...\n"
+        "class Bug(TaskModule):\n    def __init__(self): 1 / 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    found = problems_of(
+        "callbacks.odd._target_=collections.OrderedDict",
+        "callbacks.typo._target_=odd_parts.Typo",
+        "logger.odd._target_=collections.OrderedDict",
+        "task._target_=odd_parts.Bug",
+        "~task.student",
+        "~task.teacher",
+        "~task.terms",
+    )
+
+    assert "callbacks.odd._target_=collections.OrderedDict: makes no trainer.Callback; derive from it" in found
+    assert any("Typo.on_fit_strat is no hook" in problem and "on_fit_start" in problem for problem in found)
+    assert any(problem.startswith("logger.odd._target_=collections.OrderedDict: makes no") for problem in found)
+    assert any(p.startswith("task: odd_parts.Bug raised ZeroDivisionError") and "odd_parts.py:5" in p for p in found)
+    assert len(found) == 4, found
+
+
+def test_a_role_that_no_model_has_is_refused_before_models_are_built():
+    (problem,) = problems_of("task.student=studnet")
+
+    assert problem == "task.student=studnet: models has no studnet, only student, teacher"

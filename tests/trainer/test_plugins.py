@@ -444,3 +444,19 @@ def test_replicate_is_for_frozen_models() -> None:
 def test_every_preset_says_how_to_use_it() -> None:
     for file in PRESETS.glob("*.yaml"):
         assert file.read_text().startswith("# plugin@models."), file
+
+
+@pytest.mark.parametrize(
+    ("config", "on_gpu", "torch_adam"),
+    [
+        ({"zero_optimization": {"stage": 2}}, False, True),
+        ({"zero_optimization": {"stage": 2}}, True, None),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, False, None),
+    ],
+)
+def test_adam_block_compiles_no_gpu_kernel_on_a_cpu(config: dict[str, Any], on_gpu: bool, torch_adam: Any) -> None:
+    given = {**config, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+
+    params = resolve(KEY, given, facts(on_gpu=on_gpu))["optimizer"]["params"]
+
+    assert params.get("torch_adam") is torch_adam

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from trainer import Callback, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
+from trainer.tally import Tally
+from trainer.window import Window, check_output
 
 STEPS, LR = 3, 0.1
 LENGTHS = [5, 1, 7, 3, 2, 6, 1, 4, 8, 2, 3, 5, 1, 6, 2, 4]  # tokens that count in each of 16 examples
@@ -199,3 +201,55 @@ def test_sharded_teacher_teaches_the_same_and_takes_its_share_of_memory(
     assert found[0]["sharded teacher"] < 1e-6
     # Each of the 4 tensors is padded to a multiple of the ranks.
     assert all(whole / world_size <= rank["teacher bytes"] <= whole / world_size + 4 * 4 for rank in found)
+
+
+@pytest.mark.parametrize(
+    ("count", "rule"),
+    [
+        (-3, "count_items is -3; it must be a finite number of at least 0"),
+        (float("nan"), "count_items is nan; it must be"),
+        (None, "count_items is None; it must be"),
+        ("4", "count_items is '4'; it must be"),
+        ({"student": -1}, "count_items' 'student' is -1; it must be"),
+        ({}, "at least one, for every micro-batch"),
+        (torch.ones(3), r"count_items has shape \(3,\); return one number"),
+    ],
+)
+def test_what_is_no_count_of_items_is_refused(count: Any, rule: str) -> None:
+    class Odd(TaskModule):
+        def count_items(self, batch: dict[str, Tensor]) -> Any:
+            return count
+
+    with pytest.raises(ValueError, match=rule):
+        Window(Odd(), [{}], [False], accumulation={"student": 1}, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("output", "rule"),
+    [
+        (StepOutput(losses={"student": 1.0}), "the loss 'student' is of type float; it must be a tensor"),
+        (StepOutput(losses={"student": torch.ones(2, 1, requires_grad=True)}), r"has shape \(2, 1\); return its mean"),
+        (StepOutput(losses={"student": torch.ones(())}), "depends on no trained model's weights"),
+        (
+            StepOutput(
+                losses={"student": torch.ones((), requires_grad=True)},
+                sums={"student": torch.ones((), requires_grad=True)},
+            ),
+            "'student' in losses and in sums",
+        ),
+    ],
+)
+def test_a_loss_that_cannot_be_backpropagated_is_named(output: StepOutput, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        check_output(output, ["student"])
+
+
+@pytest.mark.parametrize("value", [None, "x", {"b": 1.0}, torch.ones(3), (1, 2, 3), (1.0, torch.ones(2))])
+def test_a_metric_that_has_no_mean_is_named(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"the metric 'a' is .*; it must be one number, or a pair \(sum, count\)"):
+        Tally(torch.device("cpu")).add_metric("a", value, 1)
+
+
+def test_a_prepared_batch_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="prepare_batch returned NoneType; return the batch"):
+        Window(TaskModule(), [None], [False], accumulation={"student": 1}, device=torch.device("cpu"))

@@ -94,7 +94,9 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_") or name 
 
 
 def check_hook_names(owner: type, *, base: type) -> None:
-    """Raises TypeError when a class defines an `on_...` that no hook has: it would never run."""
+    """Raises TypeError when a class has another base, or an `on_...` that no hook has: it would never run."""
+    if not issubclass(owner, base):
+        raise TypeError(f"{owner.__qualname__} is no {base.__name__}; derive it from trainer.{base.__name__}")
     for cls in owner.__mro__[: owner.__mro__.index(base)]:
         for name in vars(cls):
             if name.startswith("on_") and name not in HOOKS:

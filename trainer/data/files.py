@@ -41,10 +41,21 @@ def load_rows(source: str, *, split: str = "train") -> list[Row]:
         lines = _embedded_files()[source.removeprefix(EMBEDDED)].read_text(encoding="utf-8").splitlines()
         rows: Iterable[Row] = [json.loads(line) for line in lines]
     elif _is_file_name(source):
-        rows = _rows_of_file(Path(source).expanduser())
+        return _load_file(source)
     else:
         rows = _rows_of_hub(source, split=split)
     return list(_checked(rows, source))
+
+
+def _load_file(source: str) -> list[Row]:
+    try:
+        return list(_checked(_rows_of_file(Path(source).expanduser()), source))
+    except UnicodeDecodeError as error:  # from any reader, some of them only when a row is taken
+        raise ConfigError(
+            f"{source} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{source} cannot be read: {error.strerror or error}") from error
 
 
 def check_source(key: str, source: str) -> list[str]:
@@ -114,12 +125,16 @@ def _rows_of_file(path: Path) -> Iterable[Row]:
     import datasets  # here: it takes a second that a run on embedded text need not wait
 
     builder = BUILDERS[path.suffix.lower()]
+    if builder == "json" and _begins_with_null(path):
+        raise ConfigError(f"{path}, row 1: expected a JSON object, found null")
     options = _csv_options(path) if builder == "csv" else {}
     try:
         with _quiet_datasets():
             rows = datasets.load_dataset(
                 builder, data_files=str(path), split="train", cache_dir=_cache_folder(), **options
             )
+    except UnicodeDecodeError:
+        raise
     except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
         raise ConfigError(_find_broken_line(path) or f"{path} cannot be read: {_root_cause(error)}") from error
     if "__index_level_0__" in rows.column_names:  # pandas takes what is too much for row labels
@@ -128,11 +143,14 @@ def _rows_of_file(path: Path) -> Iterable[Row]:
 
 
 def _rows_of_text(path: Path) -> list[Row]:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    text = path.read_text(encoding="utf-8-sig")
     return [{"text": document.strip()} for document in _BLANK_LINES.split(text) if document.strip()]
+
+
+def _begins_with_null(path: Path) -> bool:
+    """Returns whether the first value is null, at which pyarrow ends the process by a segmentation fault."""
+    with path.open("rb") as file:
+        return file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"null")
 
 
 def _csv_options(path: Path) -> dict[str, Any]:

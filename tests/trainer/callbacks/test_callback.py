@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from trainer import Callback, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
-from trainer.callbacks.callback import HOOKS, HookCaller
+from trainer.callbacks.callback import HOOKS, HookCaller, check_hook_names
 
 DOCS = Path(__file__).parents[3] / "docs" / "hooks.md"
 # of a run of one epoch: 2 windows of 2 micro-batches, model a steps once in each, model b after every micro-batch
@@ -269,7 +269,7 @@ def test_unknown_hook_of_a_callback_is_refused_with_the_nearest_name() -> None:
         def on_train_step_ends(self) -> None: ...
 
     with pytest.raises(TypeError, match=r"Typo\.on_train_step_ends is no hook .*did you mean on_train_step_end\?"):
-        caller(typo=Typo())
+        check_hook_names(Typo, base=Callback)
 
 
 def test_unknown_hook_of_a_task_or_of_its_base_is_refused() -> None:
@@ -280,7 +280,7 @@ def test_unknown_hook_of_a_task_or_of_its_base_is_refused() -> None:
         pass
 
     with pytest.raises(TypeError, match=r"Derived\.on_fit_begin is no hook .*did you mean on_fit_"):
-        caller(Derived())
+        check_hook_names(Derived, base=TaskModule)
 
 
 def test_name_unlike_any_hook_is_refused_with_all_of_them() -> None:
@@ -288,7 +288,7 @@ def test_name_unlike_any_hook_is_refused_with_all_of_them() -> None:
         def on_zzz(self) -> None: ...
 
     with pytest.raises(TypeError, match=r"Odd\.on_zzz is no hook .*hooks are: setup, on_fit_start"):
-        caller(odd=Odd())
+        check_hook_names(Odd, base=Callback)
 
 
 def test_callback_that_raises_is_named() -> None:
@@ -330,3 +330,8 @@ def test_lower_order_hears_first_and_ties_keep_the_configured_order() -> None:
 
 def test_hook_that_nobody_overrides_has_no_listener() -> None:
     assert caller(plain=Callback()).listeners["on_before_backward"] == []
+
+
+def test_an_object_that_is_no_callback_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"dict is no Callback; derive it from trainer\.Callback"):
+        check_hook_names(dict, base=Callback)

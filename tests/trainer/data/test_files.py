@@ -1,6 +1,7 @@
 """Sources become rows, and a wrong source is named with what would be right."""
 
 import json
+from pathlib import Path
 
 import datasets
 import pytest
@@ -189,3 +190,21 @@ def test_hub_name_passes_its_configuration_and_split(monkeypatch):
 
     assert load_rows("org/name:english", split="validation") == [{"text": "a"}]
     assert seen == {"names": ("org/name", "english"), "split": "validation"}
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl", "csv"])
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path, suffix: str):
+    file = tmp_path / f"latin.{suffix}"
+    content = {"txt": "café\n\nbar", "jsonl": '{"text": "café"}\n', "csv": "text\ncafé\n"}[suffix]
+    file.write_bytes(content.encode("latin-1"))
+
+    with pytest.raises(ConfigError, match=rf"latin\.{suffix} is not UTF-8 text: .* at byte \d+; save it as UTF-8"):
+        load_rows(str(file))
+
+
+def test_a_null_in_the_first_line_is_refused(tmp_path: Path):
+    file = tmp_path / "null.jsonl"
+    file.write_text('\nnull\n{"text": "a"}\n')
+
+    with pytest.raises(ConfigError, match="row 1: expected a JSON object, found null"):
+        load_rows(str(file))
