@@ -1,5 +1,6 @@
 """Holds every `_target_` of a configuration against what it names: does it exist, and does it take these keys."""
 
+import difflib
 import importlib
 import inspect
 import pkgutil
@@ -202,17 +203,21 @@ def _nameless(config: Mapping[str, Any]) -> Iterator[str]:
 def _terms(config: Mapping[str, Any]) -> Iterator[str]:
     """Loss terms are a mapping of name to {function, weight, temperature, mask} in every task that has them."""
     task = config.get("task")
-    terms = task.get("terms") if isinstance(task, Mapping) else None
+    if not isinstance(task, Mapping) or "terms" not in task:
+        return
+    terms = task["terms"]
     if not isinstance(terms, Mapping):
+        yield f"task.terms={terms}: must be a mapping of name to {{{', '.join(_TERM_KEYS)}}}"
         return
     for name, term in terms.items():
         key = f"task.terms.{name}"
         if not isinstance(term, Mapping):
             yield f"{key}={term}: must be a mapping of {', '.join(_TERM_KEYS)}"
             continue
-        if "function" not in term:
+        if "function" not in term:  # the name says it, unless it is one of the others, misspelt
             whole = [other for other in terms if isinstance(terms[other], Mapping) and "function" in terms[other]]
-            yield f"{key}.function is missing{did_you_mean(name, whole)}"
+            for near in difflib.get_close_matches(str(name), whole, 1, cutoff=0.85):
+                yield f"{key}: there is no such term; did you mean {near}?"
         for word in term:
             if word not in _TERM_KEYS:
                 yield f"{key}.{word}: there is no such key{did_you_mean(word, _TERM_KEYS)}"

@@ -334,7 +334,8 @@ class MultiModelTrainer:
     @property
     def is_log_step(self) -> bool:
         """Whether the step that just ended is logged."""
-        return self.global_step % self.log_every == 0 or self.global_step in (1, self.last_step)
+        is_edge = self.global_step in (1, self.last_step) or self.stop_reason is not None
+        return self.global_step % self.log_every == 0 or is_edge
 
     def log(self, name: str, value: Tensor) -> None:
         """Adds a mean over the current micro-batch's items to the step's metrics."""
@@ -367,10 +368,13 @@ class MultiModelTrainer:
             self.emit("setup", stage=stage)
             yield
         except BaseException as error:
-            self.emit("on_exception", exception=error)
+            for hook, payload in (("on_exception", {"exception": error}), ("teardown", {"stage": stage})):
+                try:
+                    self.emit(hook, **payload)
+                except Exception as later:  # must not take the place of the cause
+                    error.add_note(f"then {hook} failed: {later!r}")
             raise
-        finally:
-            self.emit("teardown", stage=stage)
+        self.emit("teardown", stage=stage)
 
     def _to_device(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping):

@@ -58,7 +58,7 @@ def test_problems_of_all_kinds_come_at_once(tmp_path: Path):
         "data.collate=3": "must be a node with _target_",
         "mode=fitt": "did you mean fit?",
         "task.terms.forward_kl.wieght": "did you mean weight?",
-        "task.terms.foward_kl.function is missing": "did you mean forward_kl?",
+        "task.terms.foward_kl: there is no such term": "did you mean forward_kl?",
         "models.student.plugin.zero_optimization.stag": "stage",
         "logger.wandb.project is missing": "logger.wandb.project=...",
     }
