@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-# The issue of the trainer's own promise is 5 s; the machine that runs the tests may be busy.
+# The promise is 5 s; the machine that runs the tests may be busy.
 LONGEST_SILENCE = 7.0
 
 

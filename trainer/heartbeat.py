@@ -24,6 +24,7 @@ class Heartbeat:
 
     def __init__(self, describe: Callable[[], str | None], *, every_seconds: float = SILENCE_SECONDS) -> None:
         self.describe, self.every_seconds = describe, every_seconds
+        self.has_spoken = False
         self._last = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -45,15 +46,18 @@ class Heartbeat:
             line = self.describe()
             if line is not None:
                 log.info("%s", line)
+                self.has_spoken = True
             self.reset()
 
 
 @contextmanager
 def sign_of_life(what: str, *, every_seconds: float = SILENCE_SECONDS) -> Iterator[None]:
-    """Logs "<what> ... 12 s" every few seconds for as long as the body runs."""
+    """Logs "<what> ... 12 s" every few seconds for as long as the body runs, and once at the end if it took long."""
     start = time.monotonic()
     heartbeat = Heartbeat(lambda: f"{what} ... {time.monotonic() - start:.0f} s", every_seconds=every_seconds)
     try:
         yield
     finally:
         heartbeat.stop()
+        if heartbeat.has_spoken:  # or the silence until the next sign of life would add to this one's
+            log.info("%s: %.0f s", what, time.monotonic() - start)

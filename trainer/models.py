@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from trainer import assets
 from trainer.config import ConfigError
+from trainer.heartbeat import sign_of_life
 
 log = logging.getLogger("trainer.models")
 
@@ -59,7 +60,7 @@ def causal_lm(
         return cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
 
     try:
-        with assets.still(f"loading {name}"):
+        with sign_of_life(f"loading {name}"):
             model, loading = _load(source, load)
     except _LOAD_ERRORS as error:
         raise ConfigError(f"build.name={name}: {_why_not_loaded(source, error)}") from error

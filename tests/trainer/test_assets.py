@@ -338,15 +338,6 @@ def test_two_processes_make_it_once_and_the_second_waits(cache, tmp_path):
     assert (tmp_path / "log").read_text() == "made\n"
 
 
-def test_long_work_gives_a_sign_of_life(caplog):
-    caplog.set_level(logging.INFO, "trainer.assets")
-
-    with assets.still("cooking", every=0.05):
-        subprocess.run([sys.executable, "-c", "import time; time.sleep(0.2)"], check=True)
-
-    assert caplog.messages[0].startswith("still cooking, 0 s")
-
-
 @pytest.mark.slow
 def test_real_asset_knows_the_capital_of_france(monkeypatch):
     monkeypatch.undo()  # back to the user's cache, so that it is fetched once
