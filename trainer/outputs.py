@@ -1,4 +1,4 @@
-"""What a run leaves behind besides its numbers: the run folder, run.log, a quiet console, and summary.json."""
+"""What a run leaves behind besides its numbers: run.log, a quiet console, and summary.json."""
 
 from __future__ import annotations
 
@@ -18,19 +18,6 @@ import rich
 from rich.text import Text
 
 from trainer import distributed
-
-# Run folder ----------------------------------------------------------------------------------------------------------
-
-
-def make_run_folder(folder: Path) -> Path:
-    """Returns the absolute folder that rank 0 was given and made; every rank must call it.
-
-    A folder's name has a time in it, and no two ranks read the same clock.
-    """
-    if distributed.is_main():
-        folder.mkdir(parents=True, exist_ok=True)
-    return Path(distributed.from_main(str(folder.absolute())))
-
 
 # Logging -------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import rich
 
-from trainer.outputs import make_run_folder, quiet_third_parties, setup_logging, write_summary
+from trainer.outputs import quiet_third_parties, setup_logging, write_summary
 
 
 @pytest.fixture(autouse=True)
@@ -109,13 +109,6 @@ def test_without_a_gpu_deepspeed_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     quiet_third_parties()
     assert "DS_ACCELERATOR" not in os.environ
-
-
-def test_the_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    assert make_run_folder(Path("outputs/distill/now")) == tmp_path / "outputs/distill/now"
-    assert (tmp_path / "outputs/distill/now").is_dir()
 
 
 def test_the_summary_is_valid_json_in_one_piece(tmp_path: Path) -> None:
