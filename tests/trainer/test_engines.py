@@ -228,7 +228,7 @@ def check_offload(folder: Path) -> Found:
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_offloaded_adam_is_torchs(world_size: int, tmp_path: Path) -> None:
-    found = run_ranks(tmp_path, folder=tmp_path, world_size=world_size, timeout=600)[0]
+    found = run_ranks(check_offload, tmp_path, folder=tmp_path, world_size=world_size, timeout=600)[0]
 
     net, batch = make_net(), stack(net_data())
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.01)
