@@ -98,6 +98,7 @@ def _run(args: Namespace, argv: list[str]) -> int:
 
 def _compose_and_check(request: "Request") -> "Composition":
     from trainer.compose import compose_run
+    from trainer.saved import check_folder
 
     composition = compose_run(request)
     if composition.cfg is not None and not launch.is_own_rank():  # whoever started this rank has checked
@@ -106,15 +107,9 @@ def _compose_and_check(request: "Request") -> "Composition":
 
             found = check.problems(composition.cfg, composition.overrides)
         composition.problems += [problem for problem in found if not composition.is_moot(problem)]
-        composition.problems += _taken_folder(composition)
+        if not launch.is_rank():
+            composition.problems += check_folder(_folder(composition))
     return composition
-
-
-def _taken_folder(composition: "Composition") -> list[str]:
-    folder = _folder(composition)
-    if not launch.is_rank() and folder.is_dir() and any(folder.iterdir()):
-        return [f"hydra.run.dir={folder}: holds the files of an earlier run; name another folder, or leave it out"]
-    return []
 
 
 def _folder(composition: "Composition") -> Path:

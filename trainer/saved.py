@@ -21,6 +21,18 @@ def propose_folder(cfg: DictConfig) -> Path:
     return Path(str(cfg.hydra.run.dir))
 
 
+def check_folder(folder: Path) -> list[str]:
+    """Returns why a run cannot write to this folder, before it is made."""
+    if folder.is_dir() and any(folder.iterdir()):
+        return [f"hydra.run.dir={folder}: holds the files of an earlier run; name another folder, or leave it out"]
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir():
+        return [f"hydra.run.dir={folder}: {show(place)} is a file; name a folder"]
+    if not os.access(place, os.W_OK | os.X_OK):
+        return [f"hydra.run.dir={folder}: {place.absolute()} cannot be written to; name another folder"]
+    return []
+
+
 def claim_folder(folder: Path, *, tries: int = 100) -> Path:
     """Creates the run's folder and returns it; a name that is taken, even in the same microsecond, is not used again.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.compose import Composition, Request, compose_run, conf_dir
-from trainer.saved import claim_folder, propose_folder, resolved, save_config
+from trainer.saved import check_folder, claim_folder, propose_folder, resolved, save_config
 from trainer.words import nearest
 
 
@@ -212,6 +212,18 @@ def test_group_choices_on_a_saved_configuration_are_refused_with_a_hint(tmp_path
     assert all("saved configuration has no groups" in problem for problem in problems)
     assert len(problems) == 2
     assert "~logger.wandb" in problems[1]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_with_the_reason(tmp_path: Path, monkeypatch):
+    (tmp_path / "file").touch()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.yaml").touch()
+
+    assert check_folder(tmp_path / "new" / "run") == []
+    assert "is a file; name a folder" in check_folder(tmp_path / "file" / "run")[0]
+    assert "holds the files of an earlier run" in check_folder(tmp_path / "taken")[0]
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # a read-only mount: root ignores modes
+    assert "cannot be written to" in check_folder(tmp_path / "run")[0]
 
 
 def test_a_taken_folder_is_not_used_again(tmp_path: Path):
