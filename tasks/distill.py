@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from torch import Tensor
 
+from tasks.language import MASKS, common_vocabulary, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import (
     TokenLoss,
     cross_entropy,
     find_function,
     forward_kl,
     reverse_kl,
-    shared_vocabulary,
     top1_agreement,
 )
-from trainer import IGNORED, Batch, ConfigError, Metric, StepOutput, TaskModule
+from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +64,6 @@ class DistillTask(TaskModule):
         }
         self.terms = {name: term for name, term in parse_terms(terms).items() if term.weight > 0}
         self.vocabulary: int | None = None  # logits that both share; None: all, of models that are not transformers'
-        self.optional_arguments: dict[str, set[str]] = {}
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
         problems = [
@@ -82,12 +79,8 @@ class DistillTask(TaskModule):
 
     def setup(self, stage: str) -> None:
         self._check_teacher()
-        student, teacher = self.models[self.student].module, self.models[self.teacher].module
-        self.vocabulary = self._find_vocabulary(getattr(student, "config", None), getattr(teacher, "config", None))
-        self.optional_arguments = {
-            self.student: accepted_arguments(student),
-            self.teacher: accepted_arguments(teacher),
-        }
+        models = [self.models[self.student], self.models[self.teacher]]
+        self.vocabulary = common_vocabulary(models, tokenizer=self.trainer.tokenizer)
 
     def on_train_start(self) -> None:
         """Warns of a teacher that has nothing to teach; the first validation has just scored both models."""
@@ -143,83 +136,23 @@ class DistillTask(TaskModule):
         return {name: (value, len(labels)) for name, value in values.items()}
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        # Through a tensor: math.exp raises where a perplexity is merely infinite.
-        return {"perplexity": torch.tensor(metrics["cross_entropy"], dtype=torch.float64).exp().item()}
+        return perplexities(metrics)
 
     def _score(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns student and teacher logits, (N, V) in float32, and labels, (N,), of the positions that count.
 
         The only shift: position t, of T-1, holds the logits after token t and the label of token t+1.
         """
-        teacher = self._logits(self.teacher, batch, counted).detach()  # first: the student's graph is not there yet
-        student = self._logits(self.student, batch, counted)
-        tokens, labels = batch["input_ids"], batch["labels"]
-        # Where a mask counts prompts, their next token is the label.
-        return student, teacher, torch.where(labels == IGNORED, tokens, labels)[:, 1:][counted]
-
-    def _logits(self, name: str, batch: Batch, counted: Tensor) -> Tensor:
-        columns = counted.any(0).nonzero().squeeze(-1)
-        if len(columns) == 0:  # an empty batch must run the same modules as the other ranks'
-            columns = columns.new_zeros(1)
-        logits = self._forward(name, batch, columns)  # (B, K, V), or (B, T, V) of a model that knows no columns
-        if logits.shape[1] == batch["input_ids"].shape[1]:
-            logits = logits[:, columns]
-        rows = counted[:, columns].flatten().nonzero().squeeze(-1)
-        return logits.flatten(0, 1).index_select(0, rows)[:, : self.vocabulary].float()
-
-    def _forward(self, name: str, batch: Batch, columns: Tensor) -> Tensor:
-        given = {key: batch[key] for key in ("input_ids", "attention_mask", "position_ids") if key in batch}
-        optional: dict[str, Any] = {"use_cache": False, "logits_to_keep": columns}
-        if "position_ids" not in batch and "attention_mask" in batch and batch["attention_mask"].ndim == 2:
-            # From the first real token on: left padding must not move a model with absolute positions.
-            optional["position_ids"] = (batch["attention_mask"].long().cumsum(-1) - 1).clamp(min=0)
-        accepted = self.optional_arguments[name]
-        output = self.models[name](**given, **{key: value for key, value in optional.items() if key in accepted})
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        return logits
-
-    def _find_vocabulary(self, student: Any, teacher: Any) -> int | None:
-        if isinstance(student, PreTrainedConfig) and isinstance(teacher, PreTrainedConfig):
-            return shared_vocabulary(student, teacher, tokenizer=self.trainer.tokenizer)
-        return None  # the losses refuse logits of different sizes
+        # The teacher first: the student's graph is not there yet.
+        teacher = counted_logits(self.models[self.teacher], batch, counted, vocabulary=self.vocabulary).detach()
+        student = counted_logits(self.models[self.student], batch, counted, vocabulary=self.vocabulary)
+        return student, teacher, next_tokens(batch, counted)
 
     def _check_teacher(self) -> None:
         if any(module.training for module in self.models[self.teacher].module.modules()):
             raise ConfigError(
                 f"models.{self.teacher} is in training mode, its dropout would be noise; call eval() on it"
             )
-
-
-def all_mask(batch: Batch) -> Tensor:
-    """Returns which positions hold a real token whose next token is real and of the same document, (B, T-1) bool.
-
-    Without a 2-D attention mask every token is real; packed documents are told apart by `position_ids`.
-    """
-    tokens, attended = batch["input_ids"], batch.get("attention_mask")
-    is_real = (
-        attended != 0 if attended is not None and attended.ndim == 2 else torch.ones_like(tokens, dtype=torch.bool)
-    )
-    mask: Tensor = is_real[:, :-1] & is_real[:, 1:]
-    if "position_ids" in batch:
-        positions = batch["position_ids"]
-        mask = mask & (positions[:, 1:] == positions[:, :-1] + 1)
-    return mask
-
-
-def completion_mask(batch: Batch) -> Tensor:
-    """Returns those positions of `all_mask` whose next token has a label, (B, T-1) bool."""
-    has_label: Tensor = batch["labels"][:, 1:] != IGNORED
-    return all_mask(batch) & has_label
-
-
-MASKS: dict[str, Callable[[Batch], Tensor]] = {"completion": completion_mask, "all": all_mask}
-
-
-def accepted_arguments(module: nn.Module) -> set[str]:
-    """Returns which optional arguments the module's forward takes, by name or through **kwargs."""
-    parameters = inspect.signature(module.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name for name in ("use_cache", "logits_to_keep", "position_ids") if takes_any or name in parameters}
 
 
 def parse_terms(terms: Mapping[str, Mapping[str, Any]]) -> dict[str, Term]:

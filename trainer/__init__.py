@@ -7,10 +7,12 @@ if TYPE_CHECKING:
     from trainer.callbacks.callback import Callback
     from trainer.config import ConfigError
     from trainer.data.collate import model_inputs
-    from trainer.engines import ModelSpec
+    from trainer.data.sources import TrainingData
+    from trainer.distributed import gather_with_gradient
     from trainer.handle import ModelHandle
+    from trainer.specs import ModelSpec
     from trainer.task import IGNORED, Batch, Metric, NonFiniteError, StepOutput, TaskModule
-    from trainer.trainer import MultiModelTrainer, TrainingData
+    from trainer.trainer import MultiModelTrainer
 
 __version__ = "0.1.0"
 
@@ -27,6 +29,7 @@ __all__ = [
     "StepOutput",
     "TaskModule",
     "TrainingData",
+    "gather_with_gradient",
     "model_inputs",
 ]
 
@@ -34,10 +37,11 @@ __all__ = [
 _HOMES = {
     "Callback": "trainer.callbacks.callback",
     "ConfigError": "trainer.config",
-    "ModelSpec": "trainer.engines",
+    "ModelSpec": "trainer.specs",
+    "gather_with_gradient": "trainer.distributed",
     "ModelHandle": "trainer.handle",
     "MultiModelTrainer": "trainer.trainer",
-    "TrainingData": "trainer.trainer",
+    "TrainingData": "trainer.data.sources",
     "model_inputs": "trainer.data.collate",
 }
 

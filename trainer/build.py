@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer import distributed
 from trainer.callbacks.callback import Callback
-from trainer.config import ConfigError, ModelConfig
+from trainer.config import ConfigError, DataConfig, ModelConfig
 from trainer.data import (
     PaddingCollator,
     build_text_dataset,
@@ -28,12 +28,14 @@ from trainer.data import (
     load_tokenizer,
     split_rows,
 )
-from trainer.engines import ModelSpec
+from trainer.data.sources import TrainingData
 from trainer.loggers.logger import Logger
 from trainer.models import tokenizer_name
 from trainer.plugins import Config, read_plugin
+from trainer.specs import ModelSpec
 from trainer.task import TaskModule
-from trainer.trainer import MultiModelTrainer, TrainingData
+from trainer.trainer import MultiModelTrainer
+from trainer.updates import UpdatePlan
 
 log = logging.getLogger(__name__)
 
@@ -53,8 +55,14 @@ def build_run(cfg: DictConfig) -> Run:
     trainer = build_trainer(cfg)  # first: the ranks find each other before any of them waits
     task = make(cfg.task)
     models = {str(name): build_model_spec(model) for name, model in cfg.models.items()}
-    tokenizer = build_tokenizer(cfg)
-    return Run(trainer=trainer, task=task, models=models, data=build_data(cfg, tokenizer))
+    for name, model in cfg.models.items():
+        if model.data is not None:
+            models[str(name)].data = build_data(cfg, f"models.{name}.data", model.data, [str(name)])
+    sharing = [str(name) for name, model in cfg.models.items() if model.data is None]
+    if not sharing:
+        log.info("every model has data of its own; those of `data` are not read")
+    data = build_data(cfg, "data", cfg.data, sharing) if sharing else TrainingData()
+    return Run(trainer=trainer, task=task, models=models, data=data)
 
 
 def make(node: Mapping[str, Any], **arguments: Any) -> Any:
@@ -113,28 +121,35 @@ def build_model_spec(model: ModelConfig) -> ModelSpec:
         scheduler=make(model.scheduler, _partial_=True) if model.scheduler else None,
         max_grad_norm=model.max_grad_norm,
         gradient_accumulation_steps=model.gradient_accumulation_steps,
+        plan=UpdatePlan(update_every=model.update_every, start_step=model.start_step, freeze_after=model.freeze_after),
         freeze=list(model.freeze),
+        lora=plain(model.lora) if model.lora else None,
     )
 
 
-def build_tokenizer(cfg: DictConfig) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer of the data, once all models that bring one are known to share its token ids."""
-    ordered = sorted(cfg.models.items(), key=lambda item: not item[1].trainable)
-    places = {str(name): tokenizer_name(plain(model.build)) for name, model in ordered}
+def build_tokenizer(cfg: DictConfig, options: DataConfig, names: list[str]) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer of data, once all of its models that bring one are known to share its token ids."""
+    ordered = sorted(names, key=lambda name: not cfg.models[name].trainable)
+    places = {name: tokenizer_name(plain(cfg.models[name].build)) for name in ordered}
     loaded = {place: load_tokenizer(place) for place in dict.fromkeys(places.values()) if place is not None}
     tokenizers = {name: loaded[place] for name, place in places.items() if place is not None}
     problems = check_same_vocabulary(tokenizers) if tokenizers else []
     if problems:
         raise ConfigError(*problems)
-    if cfg.data.tokenizer is not None:
-        return load_tokenizer(cfg.data.tokenizer)
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
     return next(iter(tokenizers.values()), None)
 
 
-def build_data(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase | None) -> TrainingData:
-    """Returns the examples to train on and to validate on."""
-    options = cfg.data
-    train, validation = _datasets(cfg, tokenizer)
+def build_data(cfg: DictConfig, key: str, options: DataConfig, names: list[str]) -> TrainingData:
+    """Returns the examples to train on and to validate on.
+
+    Args:
+        key: Where the options stand: "data", or "models.<name>.data" for a model's own.
+        names: The models that read them.
+    """
+    tokenizer = build_tokenizer(cfg, options, names)
+    train, validation = _datasets(cfg, key, options, tokenizer)
     if options.collate is not None:
         collate = make(options.collate)
     elif tokenizer is not None and not OmegaConf.is_dict(options.train):
@@ -152,16 +167,15 @@ def build_data(cfg: DictConfig, tokenizer: PreTrainedTokenizerBase | None) -> Tr
 
 
 def _datasets(
-    cfg: DictConfig, tokenizer: PreTrainedTokenizerBase | None
+    cfg: DictConfig, key: str, options: DataConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Dataset[Any] | None, Dataset[Any] | None]:
-    options = cfg.data
-    _check_sources(cfg)
+    _check_sources(cfg, key, options)
     if OmegaConf.is_dict(options.train):
         return make(options.train), make(options.validation) if options.validation is not None else None
     if tokenizer is None:
         raise ConfigError(
-            f"data.train={options.train} is text, but no model brings a tokenizer; give data.tokenizer=<folder>, or a "
-            "node with _target_ that returns a dataset of tensors"
+            f"{key}.train={options.train} is text, but no model brings a tokenizer; give {key}.tokenizer=<folder>, or "
+            "a node with _target_ that returns a dataset of tensors"
         )
     train_rows = load_rows(options.train)
     if options.validation is None:
@@ -172,9 +186,9 @@ def _datasets(
         build_text_dataset, tokenizer=tokenizer, block_size=options.block_size, packing=options.packing
     )
     held_out = options.validation or f"a part of {options.train}"
-    with _naming(f"data.train={options.train}"):
+    with _naming(f"{key}.train={options.train}"):
         train = make_dataset(train_rows)
-    with _naming(f"data.validation={held_out}"):
+    with _naming(f"{key}.validation={held_out}"):
         validation = make_dataset(validation_rows)
     return train, validation
 
@@ -188,14 +202,14 @@ def _naming(place: str) -> Iterator[None]:
         raise ConfigError(*(f"{place}, {problem}" for problem in error.problems)) from error
 
 
-def _check_sources(cfg: DictConfig) -> None:
-    train, validation = cfg.data.train, cfg.data.validation
+def _check_sources(cfg: DictConfig, key: str, options: DataConfig) -> None:
+    train, validation = options.train, options.validation
     if validation is None:
         if cfg.mode == "validate" and OmegaConf.is_dict(train):
-            raise ConfigError("data.validation is missing, and mode=validate has nothing else to score; give a node")
+            raise ConfigError(f"{key}.validation is missing, and mode=validate has nothing else to score; give a node")
     elif OmegaConf.is_dict(train) != OmegaConf.is_dict(validation):
         raise ConfigError(
-            "data.train and data.validation must be of one kind: both text (a file, a hub name, embedded:<asset>), "
+            f"{key}.train and {key}.validation must be of one kind: both text (a file, a hub name, embedded:<asset>), "
             "or both a node with _target_"
         )
 

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer import launch, outputs
 from trainer.targets import target_problems
+from trainer.updates import UpdatePlan
 from trainer.words import did_you_mean
 
 Config = Mapping[str, Any]
@@ -30,6 +31,7 @@ def problems(cfg: DictConfig, overrides: list[str]) -> list[str]:
     for check in (target_problems, _check_ranges, _check_models, _check_data, _check_builds, _check_launch):
         found += check(config)
     found += _check_plugins(config, overrides)
+    found += _check_adapters(config, found)
     found += _check_by_trial(config, found)
     return list(dict.fromkeys(found))
 
@@ -50,7 +52,7 @@ def _missing(value: Any, key: str = "") -> Iterator[str]:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     yield from _one_of("mode", config["mode"], _MODES)
-    trainer, data = config["trainer"], config["data"]
+    trainer = config["trainer"]
     for key, value in (
         ("trainer.max_steps", trainer["max_steps"]),
         ("trainer.max_epochs", trainer["max_epochs"]),
@@ -59,20 +61,27 @@ def _check_ranges(config: Config) -> Iterator[str]:
         ("trainer.log_every", trainer["log_every"]),
         ("trainer.gradient_accumulation_steps", trainer["gradient_accumulation_steps"]),
         ("trainer.limit_val_batches", trainer["limit_val_batches"]),
-        ("data.batch_size", data["batch_size"]),
         ("launch.num_processes", config["launch"]["num_processes"]),
         ("launch.timeout_seconds", config["launch"]["timeout_seconds"]),
     ):
         yield from _at_least(key, value, 1)
-    yield from _at_least("data.block_size", data["block_size"], 2)  # one token to read, one to predict
-    yield from _at_least("data.num_workers", data["num_workers"], 0)
     yield from _at_least("seed", config["seed"], 0)
-    if not 0 < data["validation_fraction"] < 1:
-        yield f"data.validation_fraction={data['validation_fraction']}: must lie between 0 and 1"
+    for key, data in _data_nodes(config):
+        yield from _at_least(f"{key}.batch_size", data["batch_size"], 1)
+        yield from _at_least(f"{key}.block_size", data["block_size"], 2)  # one token to read, one to predict
+        yield from _at_least(f"{key}.num_workers", data["num_workers"], 0)
+        if not 0 < data["validation_fraction"] < 1:
+            yield f"{key}.validation_fraction={data['validation_fraction']}: must lie between 0 and 1"
     if not config["export"]["tolerance"] > 0:
         yield f"export.tolerance={config['export']['tolerance']}: must be above 0"
     if config["mode"] == "fit" and trainer["max_steps"] is None and trainer["max_epochs"] is None:
         yield "trainer.max_steps and trainer.max_epochs are both missing; give one: trainer.max_steps=1000"
+
+
+def _data_nodes(config: Config) -> list[tuple[str, Config]]:
+    """Returns the shared data and each model's own, with their keys."""
+    own = [(f"models.{name}.data", model["data"]) for name, model in config["models"].items() if model["data"]]
+    return [("data", config["data"]), *own]
 
 
 def _at_least(key: str, value: Any, least: int) -> Iterator[str]:
@@ -95,6 +104,7 @@ def _check_models(config: Config) -> Iterator[str]:
     for name, model in models.items():
         yield from _one_of(f"models.{name}.dtype", model["dtype"], _DTYPES)
         yield from _check_window(name, model, config["trainer"]["gradient_accumulation_steps"])
+        yield from _check_plan(name, model, config)
         yield from _check_optimizer(name, model)
     if models and config["mode"] == "fit" and not any(model["trainable"] for model in models.values()):
         first = next(iter(models))
@@ -109,6 +119,23 @@ def _check_window(name: str, model: Config, window: int) -> Iterator[str]:
     norm = model["max_grad_norm"]
     if norm is not None and not norm > 0:
         yield f"models.{name}.max_grad_norm={norm}: must be above 0, or null for no clipping"
+
+
+def _check_plan(name: str, model: Config, config: Config) -> Iterator[str]:
+    plan = _plan(model)
+    if model["trainable"]:
+        yield from plan.find_problems(name, config["trainer"]["max_steps"] if config["mode"] == "fit" else None)
+    elif plan != UpdatePlan():
+        yield (
+            f"models.{name} is frozen (trainable: false), so update_every, start_step and freeze_after mean nothing; "
+            f"drop them, or set models.{name}.trainable=true"
+        )
+
+
+def _plan(model: Config) -> UpdatePlan:
+    return UpdatePlan(
+        update_every=model["update_every"], start_step=model["start_step"], freeze_after=model["freeze_after"]
+    )
 
 
 def _check_optimizer(name: str, model: Config) -> Iterator[str]:
@@ -139,31 +166,70 @@ def _check_data(config: Config) -> list[str]:
     from trainer.data.files import check_source
 
     found: list[str] = []
-    if config["data"]["train"] is None:
-        found.append("data.train is null; give a file, a hub name, embedded:<asset>, or a node with _target_")
-    for key in ("train", "validation"):
-        source = config["data"][key]
-        if isinstance(source, str) and source != "???":
-            found += check_source(f"data.{key}", source)
-        elif source is not None and not isinstance(source, str | Mapping):
-            found.append(f"data.{key}={source}: must be a file, a hub name, embedded:<asset>, or a node with _target_")
-        elif isinstance(source, Mapping) and "_target_" not in source:
-            found.append(f"data.{key} has no _target_; name the callable that returns a dataset")
-    collate = config["data"]["collate"]
-    if collate is not None and not (isinstance(collate, Mapping) and "_target_" in collate):
-        found.append(f"data.collate={collate}: must be a node with _target_, or null")
+    for key, data in _data_nodes(config):
+        if data["train"] is None and (key != "data" or not _all_own(config)):
+            found.append(f"{key}.train is null; give a file, a hub name, embedded:<asset>, or a node with _target_")
+        for part in ("train", "validation"):
+            source = data[part]
+            if isinstance(source, str) and source != "???":
+                found += check_source(f"{key}.{part}", source)
+            elif source is not None and not isinstance(source, str | Mapping):
+                found.append(
+                    f"{key}.{part}={source}: must be a file, a hub name, embedded:<asset>, or a node with _target_"
+                )
+            elif isinstance(source, Mapping) and "_target_" not in source:
+                found.append(f"{key}.{part} has no _target_; name the callable that returns a dataset")
+        collate = data["collate"]
+        if collate is not None and not (isinstance(collate, Mapping) and "_target_" in collate):
+            found.append(f"{key}.collate={collate}: must be a node with _target_, or null")
     return found
 
 
+def _all_own(config: Config) -> bool:
+    return all(model["data"] for model in config["models"].values())
+
+
 def _check_builds(config: Config) -> list[str]:
+    from trainer.adapters import check_folder
     from trainer.models import check_build
 
     found: list[str] = []
     for name, model in config["models"].items():
         build = model["build"] or {}
         if "_target_" in build and not list(_missing(build)):
-            found += check_build(f"models.{name}.build", build)
+            key, source = f"models.{name}.build", build.get("name")
+            own = check_build(key, build)
+            if isinstance(source, str):
+                own = own or check_folder(f"{key}.name", source, trainable=model["trainable"])
+            found += own
     return found
+
+
+def _check_adapters(config: Config, found: list[str]) -> list[str]:
+    adapted = {name: model for name, model in config["models"].items() if model["lora"]}
+    if not adapted:
+        return []
+    from trainer.adapters import check_fit, check_lora
+    from trainer.models import empty_model
+    from trainer.plugins import read_plugin, stage_of
+
+    problems: list[str] = []
+    for name, model in adapted.items():
+        key = f"models.{name}"
+        if any(problem.startswith(f"{key}.plugin") for problem in found):
+            continue
+        stage = stage_of(read_plugin(f"{key}.plugin", model["plugin"]))
+        own = check_lora(key, model["lora"], trainable=model["trainable"], freeze=model["freeze"], stage=stage)
+        if config["export"]["enabled"] and str(model["build"].get("_target_")).endswith("_from_config"):
+            own.append(
+                f"{key}.lora: the export holds the adapters, not the random weights of {key}.build below them; choose "
+                f"model@{key}.build=causal_lm, or export.enabled=false"
+            )
+        if not own and not any(problem.startswith(f"{key}.build") for problem in found):
+            empty = empty_model(model["build"])
+            own += check_fit(f"{key}.lora", model["lora"], empty, stage=stage) if empty is not None else []
+        problems += own
+    return problems
 
 
 def _check_by_trial(config: Config, found: list[str]) -> list[str]:
@@ -193,7 +259,7 @@ def _check_values(config: Config, name: str) -> list[str]:
     if dtype == torch.float16 and not launch.count_gpus():
         return [f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16"]
     facts = Facts(
-        micro_batch=config["data"]["batch_size"],
+        micro_batch=(model["data"] or config["data"])["batch_size"],
         accumulation=model["gradient_accumulation_steps"] or config["trainer"]["gradient_accumulation_steps"],
         world_size=launch.planned_ranks(config["launch"]["num_processes"]),
         dtype=dtype,

@@ -28,8 +28,8 @@ _NULL_ERRORS = (AssertionError, AttributeError)  # what OmegaConf 2.3 raises for
 _LIST_GROUPS = ("logger", "callbacks")  # take several options: logger=[jsonl,wandb]
 # Where a key that the YAML does not list may be set without `+`; check.py holds it against the target's signature.
 _FREE = re.compile(
-    r"((?P<root>models\.[^.=]+)\.(build|plugin|optimizer|scheduler)|(?P<node>(callbacks|logger)\.[^.=]+)|"
-    r"(?P<task>task)|(?P<data>data)\.(train|validation|collate))(\.|=\{)"
+    r"((?P<root>models\.[^.=]+)\.(build|plugin|optimizer|scheduler|lora)|(?P<node>(callbacks|logger)\.[^.=]+)|"
+    r"(?P<task>task)|(?P<data>(models\.[^.=]+\.)?data)\.(train|validation|collate))(\.|=\{)"
 )
 _WHOLE_GROUPS = ("task", "experiment", "debug")  # without one of these, the rest is another run
 _TASK_KEYS = re.compile(r"[+~]*(models|task|callbacks|logger|data)\b")  # what another task may lack

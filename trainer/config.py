@@ -15,21 +15,6 @@ class ConfigError(ValueError):
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """One role of `models`; `build`, `plugin`, `optimizer` and `scheduler` come from groups and take any key."""
-
-    build: dict[str, Any] = field(default_factory=dict)
-    plugin: dict[str, Any] = field(default_factory=dict)
-    optimizer: dict[str, Any] | None = None
-    scheduler: dict[str, Any] | None = None
-    trainable: bool = True
-    dtype: str = "auto"  # float32 | bfloat16 | float16 | auto: bfloat16 where the hardware computes in it, else float32
-    freeze: list[str] = field(default_factory=list)  # parameter names (globs) that keep their start value
-    max_grad_norm: float | None = None
-    gradient_accumulation_steps: int | None = None  # micro-batches per update; divides the trainer's
-
-
-@dataclass(kw_only=True)
 class DataConfig:
     """Where the examples come from and how they are cut into micro-batches."""
 
@@ -42,6 +27,26 @@ class DataConfig:
     block_size: int = 512  # tokens; longer examples are cut
     packing: bool = False
     num_workers: int = 0
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """One role of `models`; four nodes come from groups of their names, and take any key, as does `lora`."""
+
+    build: dict[str, Any] = field(default_factory=dict)
+    plugin: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    scheduler: dict[str, Any] | None = None
+    trainable: bool = True
+    dtype: str = "auto"  # float32 | bfloat16 | float16 | auto: bfloat16 where the hardware computes in it, else float32
+    freeze: list[str] = field(default_factory=list)  # parameter names (globs) that keep their start value
+    lora: dict[str, Any] | None = field(default_factory=dict)  # of peft.LoraConfig; empty: no adapters
+    max_grad_norm: float | None = None
+    gradient_accumulation_steps: int | None = None  # micro-batches per update; divides the trainer's
+    update_every: int = 1  # its losses count in every so many global steps only
+    start_step: int | None = None  # the first of them; absent: update_every
+    freeze_after: int | None = None  # the last step that may update it; absent: no end
+    data: DataConfig | None = None  # examples of its own; absent: the shared ones
 
 
 @dataclass(kw_only=True)

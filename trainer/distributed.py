@@ -32,6 +32,40 @@ def sum_over_ranks(values: Tensor) -> Tensor:
     return values
 
 
+def gather_with_gradient(rows: Tensor) -> tuple[Tensor, int]:
+    """Returns the rows of all ranks in their order, (N, ...), and which of them is this rank's first.
+
+    Ranks may have different numbers of rows. A gradient of any rank's result flows back to the rank whose rows they
+    are: what makes the negatives of a contrastive loss right on several ranks. Every rank must call it, and must
+    backpropagate through it if one does.
+
+    Args:
+        rows: This rank's, (B, ...).
+    """
+    if world_size() == 1:
+        return rows, 0
+    sizes = torch.zeros(world_size(), dtype=torch.long, device=rows.device)
+    sizes[rank()] = len(rows)
+    counts = sum_over_ranks(sizes).tolist()
+    padding = rows.new_zeros(max(counts) - len(rows), *rows.shape[1:])
+    gathered: Tensor = _Gather.apply(torch.cat([rows, padding]))  # type: ignore[no-untyped-call]
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]), sum(counts[: rank()])
+
+
+class _Gather(torch.autograd.Function):
+    """(B, ...) of each rank to (ranks, B, ...); back comes the sum of all ranks' gradients."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor) -> Tensor:
+        parts = [torch.empty_like(rows) for _ in range(world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return sum_over_ranks(gradient)[rank()]
+
+
 def any_rank(condition: bool, *, device: torch.device) -> bool:
     """Returns whether the condition holds on at least one rank."""
     return bool(sum_over_ranks(torch.tensor(float(condition), device=device)).item() > 0)

@@ -8,9 +8,8 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,16 +19,15 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import distributed
+from trainer.adapters import add_lora
 from trainer.config import ConfigError
 from trainer.handle import ModelHandle
 from trainer.plugin_keys import AUTO
 from trainer.plugins import (
     Config,
     Facts,
-    check_plugin,
     check_values,
     dtype_name,
     dtype_of,
@@ -40,44 +38,14 @@ from trainer.plugins import (
     uses_engine,
 )
 from trainer.seeds import seed_everything
+from trainer.specs import ModelSpec, RunFacts, check_spec, check_window, facts_of, keywords_of, name_of, tell_idle
+from trainer.updates import UpdatePlan
 
 log = logging.getLogger(__name__)
 
 REPLICATED = ""  # a name without a plugin, as of a model without an engine
 Plugin: TypeAlias = DeepSpeedPlugin | Mapping[str, Any] | str | Path
-
-
-@dataclass(kw_only=True)
-class ModelSpec:
-    """How one model is made and trained.
-
-    Args:
-        build: Returns the module; one with a parameter `dtype` is given the model's.
-        dtype: None: the plugin's, if it fixes one; else bfloat16 where the hardware computes in it, else float32.
-        optimizer: Called with the trainable parameters; a partial's keywords also fill the `auto`s of the plugin.
-        scheduler: Called with the optimizer; a partial's keywords that are "auto" become the number of updates.
-        gradient_accumulation_steps: Micro-batches per update; None: the trainer's.
-        freeze: Globs of parameter names that keep their start value.
-    """
-
-    build: Callable[..., nn.Module]
-    trainable: bool = True
-    dtype: torch.dtype | None = None
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None
-    max_grad_norm: float | None = None
-    gradient_accumulation_steps: int | None = None
-    freeze: list[str] = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class RunFacts:
-    """What all models of a run share."""
-
-    batch_size: int
-    accumulation: int
-    num_steps: int
-    seed: int
+Finish: TypeAlias = Callable[[nn.Module], nn.Module]
 
 
 class Engines:
@@ -118,13 +86,15 @@ class Engines:
         problems = [f"'{name}' has no {places[name in models]}" for name in sorted(unpaired)]
         for name in (name for name in models if name not in unpaired):
             problems += self._check_model(name, models[name], run)
+        if not problems and run.trains:
+            tell_idle(models, run)
         return problems
 
     def _check_model(self, name: str, spec: ModelSpec, run: RunFacts) -> list[str]:
         config, dtype = self.configs[name], self._dtype(name, spec)
-        problems = _check_spec(name, spec, config, dtype, self.accelerator.device) + _check_window(name, spec, run)
+        problems = check_spec(name, spec, config, dtype, self.accelerator.device) + check_window(name, spec, run)
         if not problems and uses_engine(config):
-            facts = _facts(spec, run, dtype, self.accelerator.device)
+            facts = facts_of(spec, run, dtype, self.accelerator.device)
             problems = check_values(f"models.{name}.plugin", config, facts)
         return problems
 
@@ -138,11 +108,12 @@ class Engines:
         with self.selected(name):
             if not uses_engine(config):
                 return self._replicate(name, spec, dtype)
-            facts = _facts(spec, run, dtype, self.accelerator.device)
+            facts = facts_of(spec, run, dtype, self.accelerator.device)
             log_rewrites(f"models.{name}.plugin", config, facts)
             self._apply(name, resolve(f"models.{name}.plugin", config, facts))
         with self.selected(name):
-            module = _build(name, spec, dtype, self._sharding_at_birth(name))
+            adapt = functools.partial(add_lora, name, settings=spec.lora, seed=run.seed) if spec.lora else None
+            module = _build(name, spec, dtype, self._sharding_at_birth(name), adapt)
             # Now that the module tells its size: the final values of what depends on it.
             facts.hidden_size = _hidden_size(module)
             self._apply(name, resolve(f"models.{name}.plugin", config, facts))
@@ -164,30 +135,38 @@ class Engines:
         if stage_of(config) != 3:
             yield
             return
+        # torch imports this where it first needs it, which fails within zero.Init.
+
         # from_pretrained opens another one inside; DeepSpeed counts them.
         with deepspeed.zero.Init(config_dict_or_path=config), _initializing_gathered():
             yield
 
-    def _replicate(self, name: str, spec: ModelSpec, dtype: torch.dtype) -> ModelHandle:
-        module = _build(name, spec, dtype, nullcontext())
+    def _replicate(self, name: str, spec: ModelSpec, dtype: torch.dtype, finish: Finish | None = None) -> ModelHandle:
+        module = _build(name, spec, dtype, nullcontext(), finish)
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(dtype)
         module.to(self.accelerator.device)
         return _frozen_handle(name, module, module, config=None, select=self.selected)
 
-    def reload(self, handle: ModelHandle, build: Callable[..., nn.Module], *, sharded: bool) -> ModelHandle:
-        """Returns another copy of a model, frozen: under the first one's ZeRO-3 plugin, or whole on every rank."""
+    def reload(
+        self, handle: ModelHandle, build: Callable[..., nn.Module], *, sharded: bool, finish: Finish | None = None
+    ) -> ModelHandle:
+        """Returns another copy of a model, frozen: under the first one's ZeRO-3 plugin, or whole on every rank.
+
+        Args:
+            finish: What is done to the built module outside zero.Init, such as loading adapters onto it.
+        """
         spec = ModelSpec(build=build, trainable=False)
         if not sharded:
             with self.selected(REPLICATED):
-                return self._replicate(handle.name, spec, handle.dtype)
+                return self._replicate(handle.name, spec, handle.dtype, finish)
         import deepspeed
 
         assert handle.config is not None
         config = {key: value for key, value in handle.config.items() if key not in ("optimizer", "scheduler")}
         with self.selected(handle.name):
-            module = _build(handle.name, spec, handle.dtype, self._sharding_at_birth(handle.name))
+            module = _build(handle.name, spec, handle.dtype, self._sharding_at_birth(handle.name), finish)
             engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
         return _frozen_handle(handle.name, engine, engine.module, config=config, select=self.selected)
 
@@ -216,9 +195,10 @@ class Engines:
             trainable=spec.trainable,
             config=config,
             accumulation=facts.accumulation,
+            plan=spec.plan,
             optimizer=optimizer if spec.trainable else None,
             scheduler=scheduler,
-            schedule=_name_of(engine_scheduler or spec.scheduler),
+            schedule=name_of(engine_scheduler or spec.scheduler),
             select=self.selected,
         )
 
@@ -233,6 +213,7 @@ def _frozen_handle(
         trainable=False,
         config=config,
         accumulation=1,
+        plan=UpdatePlan(),
         optimizer=None,
         scheduler=None,
         schedule="none",
@@ -304,52 +285,8 @@ def _accelerator(plugins: dict[str, DeepSpeedPlugin], timeout_seconds: int) -> A
     )
 
 
-def _check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, device: torch.device) -> list[str]:
-    optimizer = _name_of(spec.optimizer) if spec.optimizer is not None else None
-    problems = check_plugin(name, config, trainable=spec.trainable, optimizer=optimizer)
-    if spec.trainable and optimizer is None and "optimizer" not in config:
-        problems.append(f"models.{name} is trainable but has no optimizer; give ModelSpec(optimizer=...)")
-    if dtype == torch.float16 and device.type == "cpu":
-        problems.append(f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16")
-    return problems
-
-
-def _check_window(name: str, spec: ModelSpec, run: RunFacts) -> list[str]:
-    steps = spec.gradient_accumulation_steps
-    if steps is None or (steps >= 1 and run.accumulation % steps == 0):
-        return []
-    window = f"trainer.gradient_accumulation_steps={run.accumulation}"
-    return [f"models.{name}.gradient_accumulation_steps={steps} must divide {window}"]
-
-
-def _facts(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.device) -> Facts:
-    accumulation = spec.gradient_accumulation_steps or run.accumulation
-    return Facts(
-        micro_batch=run.batch_size,
-        accumulation=accumulation,
-        world_size=distributed.world_size(),
-        dtype=dtype,
-        trainable=spec.trainable,
-        max_grad_norm=spec.max_grad_norm,
-        num_updates=run.num_steps * (run.accumulation // accumulation),
-        optimizer=_keywords(spec.optimizer),
-        scheduler=_keywords(spec.scheduler),
-        on_gpu=device.type == "cuda",
-    )
-
-
-def _name_of(maker: Any) -> str:
-    """Returns the name of a function, a partial of one, or an object's class; "constant" for none."""
-    function = maker.func if isinstance(maker, functools.partial) else maker
-    return "constant" if function is None else str(getattr(function, "__name__", type(function).__name__))
-
-
-def _keywords(function: Any) -> Mapping[str, Any]:
-    return function.keywords if isinstance(function, functools.partial) else {}
-
-
 def _fill_autos(function: Callable[..., Any], num_updates: int) -> Callable[..., Any]:
-    filled = {key: num_updates for key, value in _keywords(function).items() if value == AUTO}
+    filled = {key: num_updates for key, value in keywords_of(function).items() if value == AUTO}
     return functools.partial(function, **filled)
 
 
@@ -375,11 +312,15 @@ def _initializing_gathered() -> Iterator[None]:
         PreTrainedModel.init_weights = original  # type: ignore[method-assign]
 
 
-def _build(name: str, spec: ModelSpec, dtype: torch.dtype, sharding: AbstractContextManager[None]) -> nn.Module:
+def _build(
+    name: str, spec: ModelSpec, dtype: torch.dtype, sharding: AbstractContextManager[None], finish: Finish | None
+) -> nn.Module:
     arguments = {"dtype": dtype} if "dtype" in inspect.signature(spec.build).parameters else {}
     try:
         with sharding:
             module = spec.build(**arguments)
+        if finish is not None and isinstance(module, nn.Module):
+            module = finish(module)
     except Exception as error:
         error.add_note(f"raised while building models.{name}")
         raise

@@ -16,7 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trainer import distributed
+from trainer.adapters import adapter_state, is_adapted, load_adapter, save_adapter
 from trainer.handle import ModelHandle, gathered_state_dict
+from trainer.seeds import seed_everything
 from trainer.trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)
@@ -35,20 +37,26 @@ def export_model(
     """Writes a model's weights, whole also when they are sharded; every rank must call it.
 
     A transformers model becomes a folder for `from_pretrained`, with its tokenizer; another module becomes
-    model.safetensors beside build.yaml, the node of the configuration that makes it.
+    model.safetensors beside build.yaml, the node of the configuration that makes it. Of a model with adapters only
+    these are written, as peft does.
     """
     handle.settle()
-    state = gathered_state_dict(handle.module)
+    module = handle.module
+    base = module.get_base_model() if is_adapted(module) else module
+    state = adapter_state(module) if is_adapted(module) else gathered_state_dict(module)
     if distributed.is_main():
         _check_complete(handle, state)
         folder.mkdir(parents=True)
-        if isinstance(handle.module, PreTrainedModel):
-            handle.module.save_pretrained(folder, state_dict=state)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
+        if is_adapted(module):
+            save_adapter(module, folder, state)
+        elif isinstance(module, PreTrainedModel):
+            module.save_pretrained(folder, state_dict=state)
         else:
             save_file(_unshared(state), folder / WEIGHTS)
+        if not isinstance(base, PreTrainedModel):
             (folder / BUILD).write_text(yaml.safe_dump(dict(build), sort_keys=False), encoding="utf-8")
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(folder)
     distributed.barrier()
 
 
@@ -61,7 +69,11 @@ def rescore(
     """
     trained = trainer.models[name]
     expected, _ = trainer.evaluate(limit_batches=RESCORED_BATCHES)
-    if isinstance(trained.module, PreTrainedModel):
+    if is_adapted(trained.module):
+        seed_everything(trainer.seed, name)  # a base model that draws its weights must draw the same again
+        finish = partial(load_adapter, folder=folder)
+        reloaded = trainer.engines.reload(trained, build, sharded=trained.stage == 3, finish=finish)
+    elif isinstance(trained.module, PreTrainedModel):
         load = partial(_load_pretrained, folder, type(trained.module))
         reloaded = trainer.engines.reload(trained, load, sharded=trained.stage == 3)
     else:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import distributed
 from trainer.plugins import Config, stage_of
+from trainer.updates import UpdatePlan
 
 
 class ModelHandle:
@@ -21,6 +23,8 @@ class ModelHandle:
     Args:
         engine: The DeepSpeed engine, or the module itself for a replicated frozen model.
         config: The resolved DeepSpeed configuration, None without an engine.
+        accumulation: Micro-batches per update.
+        plan: The windows in which its losses count.
         optimizer: The one that was given to the engine or that the engine made from its configuration.
         scheduler: Stepped here once per applied update; None when the engine steps its own.
         schedule: The scheduler's name, for people.
@@ -36,15 +40,23 @@ class ModelHandle:
         trainable: bool,
         config: Config | None,
         accumulation: int,
+        plan: UpdatePlan,
         optimizer: Optimizer | None,
         scheduler: LRScheduler | None,
         schedule: str,
         select: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self.name, self.engine, self.module, self.trainable = name, engine, module, trainable
-        self.config, self.accumulation = config, accumulation
+        self.config, self.accumulation, self.plan = config, accumulation, plan
         self.optimizer, self.scheduler, self.schedule = optimizer, scheduler, schedule
+        self.is_plain = trainable and _is_plain(config, module)
+        self.trained_weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        self.is_updating = trainable  # whether its losses count in the current window
         self.num_updates = 0
+        self.num_skipped = 0  # updates that the engine left out, since their gradients were not finite
+        self.output_nodes: set[Node] = set()  # where its outputs of this micro-batch stand in the graph
+        self.on_gradient: Callable[[str], None] | None = None  # told when a gradient comes to one of them
+        self._has_ended = False
         self._select = select
         self._used_lr: float | None = None
         self._grad_norm: float | None = None
@@ -52,14 +64,27 @@ class ModelHandle:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's outputs, through the wrapper that gathers sharded weights; frozen: without a graph.
 
-        A gradient *through* a frozen model, to its inputs, goes by `handle.module(...)`.
+        A gradient *through* a model that the loss does not train, to its inputs, goes by `handle.module(...)`.
         """
-        if self.trainable:
+        if not self.trainable or self._has_ended:
+            if self.module.training:  # a task may have called train() on it
+                self.module.eval()
+            with torch.no_grad():
+                return self.engine(*args, **kwargs)
+        if not torch.is_grad_enabled():
             return self.engine(*args, **kwargs)
-        if self.module.training:  # a task may have called train() on it
-            self.module.eval()
-        with torch.no_grad():
-            return self.engine(*args, **kwargs)
+        # An engine's own forward makes the backward through it the engine's: not while its losses do not count. And
+        # DeepSpeed's at stage 0 allows one in which it alone takes part.
+        run = self.engine if self.is_updating and not self.is_plain else self.module
+        output = run(*args, **kwargs)
+        for tensor in _tensors_with_graph(output):
+            tensor.register_hook(self._hear_gradient)  # type: ignore[no-untyped-call]
+            self.output_nodes.add(get_gradient_edge(tensor).node)
+        return output
+
+    def _hear_gradient(self, gradient: Tensor) -> None:
+        if self.is_updating and self.on_gradient is not None:
+            self.on_gradient(self.name)
 
     def generate(self, **kwargs: Any) -> Tensor:
         """Returns token ids, (B, T), as transformers' `generate`, in evaluation mode; every rank must call it."""
@@ -79,33 +104,45 @@ class ModelHandle:
 
     # What the trainer does with it -----------------------------------------------------------------------------------
 
+    def enter_window(self, step: int) -> None:
+        """Says that the window of a global step begins: whether the model's losses count in it follows."""
+        self.is_updating = self.trainable and self.plan.counts_in(step)
+        if self.trainable and not self._has_ended and self.plan.has_ended(step):
+            self._has_ended = True
+            self.module.eval()
+
     def set_boundary(self, is_boundary: bool) -> None:
         """Says, before a forward, whether its backward is the last one before the update."""
         self.engine.set_gradient_accumulation_boundary(is_boundary)  # type: ignore[operator]
 
     def backward(self, loss: Tensor) -> None:
         """Backpropagates a loss that carries its weight in the global batch."""
-        self.engine.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
+        if self.is_plain:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            self.engine.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
 
     def step(self) -> None:
         """Clips, updates, zeroes the gradients and moves the schedule on, unless the engine skips the update."""
         assert self.optimizer is not None, f"{self.name} is frozen"
         self._used_lr = float(self.optimizer.param_groups[0]["lr"])
-        norm = self._norm_of_plain_gradients() if self._is_plain_data_parallel() else None
+        norm = None
+        if self.is_plain:
+            self.engine.allreduce_gradients()  # type: ignore[operator]
+            norm = self._norm_of_plain_gradients()
         self.engine.step()  # type: ignore[operator]
         norm = self.engine.get_global_grad_norm() if norm is None else norm  # type: ignore[operator]
         self._grad_norm = None if norm is None else float(norm)
-        if self.was_update_applied():
-            self.num_updates += 1
-            if self.scheduler is not None:
-                self.scheduler.step()
+        if not self.was_update_applied():
+            self.num_skipped += 1
+            return
+        self.num_updates += 1
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def was_update_applied(self) -> bool:
         """Returns whether the engine applied the last update; it skips one whose gradients overflowed."""
         return bool(self.engine.was_step_applied())  # type: ignore[operator]
-
-    def _is_plain_data_parallel(self) -> bool:
-        return self.stage == 0 and self.dtype == torch.float32
 
     def _norm_of_plain_gradients(self) -> Tensor:
         # ZeRO-0 in float32 has no DeepSpeed optimizer that would compute one.
@@ -115,7 +152,7 @@ class ModelHandle:
 
     def set_training(self, mode: bool) -> None:
         """Puts a trained model into training or evaluation mode; a frozen one is always in evaluation mode."""
-        self.module.train(mode and self.trainable)
+        self.module.train(mode and self.trainable and not self._has_ended)
 
     def settle(self) -> None:
         """Partitions all weights of a ZeRO-3 model, also those that a validation prefetched for a step that never came.
@@ -156,6 +193,12 @@ class ModelHandle:
         for parameter in self.module.parameters():
             yield parameter.ds_tensor if is_sharded(parameter) else parameter.data  # type: ignore[attr-defined]
 
+    def loss_scale(self) -> float | None:
+        """Returns what the engine multiplies the losses by, None unless the model is float16."""
+        if self.dtype != torch.float16 or not self.trainable:
+            return None
+        return float(self.engine.optimizer.loss_scale)  # type: ignore[union-attr, arg-type]
+
     def learning_rate(self) -> float | None:
         """Returns the rate of the last update."""
         return self._used_lr
@@ -174,6 +217,26 @@ def is_sharded(parameter: nn.Parameter) -> bool:
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
     return bool(is_zero_param(parameter))
+
+
+def _is_plain(config: Config | None, module: nn.Module) -> bool:
+    """Returns whether the engine is no more than data parallelism: no DeepSpeed optimizer holds the gradients."""
+    if config is None or stage_of(config) != 0 or config.get("torch_autocast", {}).get("enabled", False):
+        return False
+    return all(parameter.dtype == torch.float32 for parameter in module.parameters() if parameter.is_floating_point())
+
+
+def _tensors_with_graph(output: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a model's output that carry a graph, through mappings, lists and tuples."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors_with_graph(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from _tensors_with_graph(value)
 
 
 def _numel(parameter: nn.Parameter) -> int:

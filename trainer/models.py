@@ -17,7 +17,8 @@ import transformers
 from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 from trainer import assets
 from trainer.config import ConfigError
@@ -29,6 +30,11 @@ Loaded = TypeVar("Loaded")
 
 _CAUSAL_LM = "trainer.models.causal_lm"
 _FROM_CONFIG = "trainer.models.causal_lm_from_config"
+_PRETRAINED = (_CAUSAL_LM, "trainer.encoders.encoder")
+_FROM_CONFIGS = {  # each with what it builds, and the configs that transformers has for that
+    _FROM_CONFIG: ("language model", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+    "trainer.encoders.encoder_from_config": ("model", transformers.MODEL_MAPPING),
+}
 _LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -46,10 +52,51 @@ def causal_lm(
     Args:
         name: A hub name, a folder, a .gguf file, or `embedded:<asset>`.
     """
+    return load_pretrained(
+        AutoModelForCausalLM,
+        name,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        gradient_checkpointing=gradient_checkpointing,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def causal_lm_from_config(
+    config: str | Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str = "sdpa",
+    gradient_checkpointing: bool = False,
+) -> PreTrainedModel:
+    """Returns a language model with random start weights.
+
+    Args:
+        config: A folder or hub name whose config is taken, or a mapping with `model_type`.
+    """
+    return build_from_config(
+        AutoModelForCausalLM,
+        config,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+
+
+def load_pretrained(
+    kind: type[_BaseAutoModelClass],
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    gradient_checkpointing: bool,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    """Returns the model of a name that one of transformers' Auto classes makes, from disk where it is there."""
     source = _local_source(name)
 
     def load(local_files_only: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = kind.from_pretrained(
             source,
             dtype=dtype,
             attn_implementation=attn_implementation,
@@ -68,21 +115,18 @@ def causal_lm(
     return _set_checkpointing(model, gradient_checkpointing)
 
 
-def causal_lm_from_config(
+def build_from_config(
+    kind: type[_BaseAutoModelClass],
     config: str | Mapping[str, Any],
     *,
     dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
+    attn_implementation: str,
+    gradient_checkpointing: bool,
 ) -> PreTrainedModel:
-    """Returns a language model with random start weights.
-
-    Args:
-        config: A folder or hub name whose config is taken, or a mapping with `model_type`.
-    """
+    """Returns the model, with random start weights, that one of transformers' Auto classes makes of a config."""
     settings = _load_config(_local_source(config)) if isinstance(config, str) else AutoConfig.for_model(**dict(config))
     with _quiet():
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation=attn_implementation
         )
     return _set_checkpointing(model, gradient_checkpointing)
@@ -91,9 +135,9 @@ def causal_lm_from_config(
 def tokenizer_name(build: Mapping[str, Any]) -> str | None:
     """Returns the folder or hub name of the tokenizer that belongs to a build node, if one does."""
     target, source = build.get("_target_"), None
-    if target == _CAUSAL_LM:
+    if target in _PRETRAINED:
         source = _local_source(build["name"])
-    elif target == _FROM_CONFIG and isinstance(build["config"], str):
+    elif target in _FROM_CONFIGS and isinstance(build["config"], str):
         source = _local_source(build["config"])
     if source is None or not Path(source).is_dir():
         return source
@@ -107,16 +151,38 @@ def check_build(key: str, build: Mapping[str, Any]) -> list[str]:
         key: Where the node stands, such as models.student.build.
     """
     target = build.get("_target_")
-    if target == _CAUSAL_LM:
+    if target in _PRETRAINED:
         name = build.get("name")
         return _check_name(
             f"{key}.name", name, trust_remote_code=build.get("trust_remote_code", False)
         ) or _check_weights(f"{key}.name", str(name))
-    if target == _FROM_CONFIG and isinstance(build.get("config"), Mapping):
-        return _check_settings(f"{key}.config", build["config"])
-    if target == _FROM_CONFIG:
+    if target in _FROM_CONFIGS and isinstance(build.get("config"), Mapping):
+        what, known = _FROM_CONFIGS[target]
+        return _check_settings(f"{key}.config", build["config"], what=what, known=known)
+    if target in _FROM_CONFIGS:
         return _check_name(f"{key}.config", build.get("config"), trust_remote_code=False)
     return []
+
+
+def empty_model(build: Mapping[str, Any]) -> nn.Module | None:
+    """Returns the transformers model of a build node without its weights; None where only building it tells."""
+    target = build.get("_target_")
+    source = build.get("name") if target in _PRETRAINED else build.get("config") if target in _FROM_CONFIGS else None
+    if source is None or str(source).startswith(assets.PREFIX) or str(source).endswith(".gguf"):
+        return None
+    remote = bool(build.get("trust_remote_code", False))
+    kind = AutoModelForCausalLM if target in (_CAUSAL_LM, _FROM_CONFIG) else AutoModel
+    try:
+        if isinstance(source, str):
+            place = _local_source(source)
+            config = _load(place, partial(_auto_config, place, trust_remote_code=remote))
+        else:
+            config = AutoConfig.for_model(**dict(source))
+        with _quiet(), torch.device("meta"):
+            model: nn.Module = kind.from_config(config, trust_remote_code=remote)  # type: ignore[no-untyped-call]
+    except _LOAD_ERRORS:
+        return None
+    return model
 
 
 def freeze(module: nn.Module, patterns: list[str]) -> list[str]:
@@ -318,13 +384,15 @@ def _why_not_loaded(source: str, error: Exception) -> str:
     )
 
 
-def _check_settings(key: str, settings: Mapping[str, Any]) -> list[str]:
+def _check_settings(
+    key: str, settings: Mapping[str, Any], *, what: str, known: Iterable[type[PretrainedConfig]]
+) -> list[str]:
     """Returns the problems of a mapping that describes a model: an unknown type, settings that its type lacks."""
     model_type = settings.get("model_type")
-    known = sorted(config.model_type for config in transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
-    if model_type not in known:
-        nearest = difflib.get_close_matches(str(model_type), known, n=1, cutoff=0.0)[0]
-        return [f"{key}.model_type={model_type} is no language model that transformers knows; nearest: {nearest}"]
+    types = sorted(config.model_type for config in known)
+    if model_type not in types:
+        nearest = difflib.get_close_matches(str(model_type), types, n=1, cutoff=0.0)[0]
+        return [f"{key}.model_type={model_type} is no {what} that transformers knows; nearest: {nearest}"]
     # transformers keeps a misspelt setting silently, and the model gets the default.
     default = AutoConfig.for_model(model_type)
     allowed = {*default.to_dict(), *default.attribute_map, *dir(default)} - {"model_type"}

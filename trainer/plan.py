@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from trainer.trainer import MultiModelTrainer
 
 FIELDS = (
-    "role", "plugin", "offload", "parameters", "this rank's share", "dtype", "micro-batch", "accumulation", "clipping",
-    "optimizer", "schedule",
+    "role", "plugin", "offload", "parameters", "this rank's share", "dtype", "micro-batch", "accumulation", "updates",
+    "clipping", "optimizer", "schedule",
 )  # fmt: skip
 
 
@@ -59,8 +59,9 @@ def plan_column(model: ModelHandle, *, batch_size: int) -> list[str]:
         _count(model.num_parameters) + (f" ({_count(model.num_trainable)} trained)" if _is_partial(model) else ""),
         _bytes(model.local_bytes()),
         dtype_name(model.dtype),
-        str(batch_size),
+        str(config.get("train_micro_batch_size_per_gpu", batch_size)),
         str(model.accumulation) if trained else "-",
+        str(model.plan) if trained else "-",
         _clipping(config) if trained else "-",
         type(model.optimizer).__name__ if trained else "-",
         model.schedule if trained else "-",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ Rows = list[list[str]]
 
 def closing_rows(
     *,
-    student: str,
+    trained: Sequence[str],
     before: Mapping[str, float],
     after: Mapping[str, float],
     reference_name: str | None = None,
@@ -32,28 +33,53 @@ def closing_rows(
     """Returns the head and the rows of the closing table, as text.
 
     Args:
-        student: The trained model whose metrics `before` and `after` are ("val/..." to value).
+        trained: The trained models; of several, metrics "val/<model>/..." stand in that model's own columns.
+        before: Metrics before the training ("val/..." to value); `after` likewise.
         labels: Metric without "val/" to how it is written, such as "cross_entropy": "cross-entropy (nats)"; others
             get spaces for underscores.
         num_parameters: Model to its number of parameters.
         step_time: Median seconds of a global step.
         rates: "tokens_per_s" or "examples_per_s" to its value.
     """
-    values = {f"{student} before": before, f"{student} after": after}
-    models = [student, student]
+    columns = _trained_columns(trained, before, after)
     if reference_name is not None:
-        values[reference_name] = reference or {}
-        models.append(reference_name)
-    names = list(dict.fromkeys(name for column in values.values() for name in column))
-    rows = [[_label(name, labels or {}), *(_number(column.get(name)) for column in values.values())] for name in names]
+        columns.append((reference_name, [reference_name], reference or {}))
+    names = list(dict.fromkeys(name for *_, metrics in columns for name in metrics))
+    rows = [[_label(name, labels or {}), *(_number(metrics.get(name)) for *_, metrics in columns)] for name in names]
     sizes = num_parameters or {}
-    if any(model in sizes for model in models):
-        rows.append(["parameters", *(_size(sizes.get(model)) for model in models)])
+    if any(model in sizes for _, models, _ in columns for model in models):
+        rows.append(["parameters", *(_size([sizes.get(model, 0) for model in models]) for _, models, _ in columns)])
     speed = {name.replace("_per_s", "/s"): rate for name, rate in (rates or {}).items()}
     costs = {"step time (s)": step_time, **speed, "peak memory (GB)": memory_gb}
-    blank = [""] * (len(models) - 2)
+    blank = [""] * (len(columns) - 2)
     rows += [[label, "", f"{value:.4g}", *blank] for label, value in costs.items() if value is not None]
-    return ["", *values], rows
+    return ["", *(title for title, *_ in columns)], rows
+
+
+def _trained_columns(
+    trained: Sequence[str], before: Mapping[str, float], after: Mapping[str, float]
+) -> list[tuple[str, list[str], Mapping[str, float]]]:
+    """Returns title, models and metrics of each column; what is no one model's is that of all together."""
+    prefixes = {name: f"val/{name}/" for name in trained} if len(trained) > 1 else {}
+
+    def of_model(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+        return {f"val/{name.removeprefix(prefix)}": v for name, v in metrics.items() if name.startswith(prefix)}
+
+    def of_all(metrics: Mapping[str, float]) -> dict[str, float]:
+        return {name: v for name, v in metrics.items() if not name.startswith(tuple(prefixes.values()))}
+
+    groups = [
+        (name, [name], of_model(before, prefix), of_model(after, prefix))
+        for name, prefix in prefixes.items()
+        if of_model({**before, **after}, prefix)
+    ]
+    if of_all({**before, **after}) or not groups:
+        groups.append((" + ".join(trained) or "models", list(trained), of_all(before), of_all(after)))
+    return [
+        column
+        for title, models, first, last in groups
+        for column in ((f"{title} before", models, first), (f"{title} after", models, last))
+    ]
 
 
 def _label(name: str, labels: Mapping[str, str]) -> str:
@@ -69,8 +95,9 @@ def _number(value: float | None) -> str:
     return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"
 
 
-def _size(count: int | None) -> str:
-    if count is None:
+def _size(counts: Sequence[int]) -> str:
+    count = sum(counts)
+    if not count:
         return ""
     return f"{count / 1e6:.1f}M" if count >= 1e5 else f"{count:,}"
 
@@ -115,6 +142,7 @@ def model_card(
     run_name: str,
     task: str,
     is_transformers: bool,
+    adapter_base: tuple[str, str | None] | None = None,
     base_model: str | None = None,
     teacher: str | None = None,
     data: Sequence[str] = (),
@@ -133,6 +161,7 @@ def model_card(
     Args:
         name: The model's role, such as "student".
         run_name: What identifies the run, such as its folder or its configuration's hash.
+        adapter_base: Of a folder that holds an adapter only, its base model's class, and the name or folder if any.
         base_model: What it was started from; in the front matter only if it is a hub name.
         data: Files or hub names of the training data; hub names go into the front matter.
         weights_license: Left out unless known: weights inherit that of what they were started from.
@@ -142,7 +171,7 @@ def model_card(
     front = {
         "base_model": base_model if base_model and is_hub_name(base_model) else None,
         "datasets": [source for source in data if is_hub_name(source)] or None,
-        "library_name": "transformers" if is_transformers else None,
+        "library_name": "peft" if adapter_base else "transformers" if is_transformers else None,
         "license": weights_license,
         "tags": [task, *(tag for tag in tags if tag != task)],
     }
@@ -154,12 +183,23 @@ def model_card(
         f"The result of one run of `python -m trainer`, task `{task}`. Nobody has checked it beyond the numbers below.",
         "\n".join(f"- {label}: `{value}`" for label, value in facts.items() if value),
         f"Made by:\n\n```sh\n{command}\n```",
+        _markdown_adapter(*adapter_base) if adapter_base else "",
         notes,
         f"## Results\n\n{markdown_table([title, *columns[1:]], rows)}" if rows else "",
         _markdown_samples(sample_columns, sample_rows),
         f"## Versions\n\n{_markdown_versions(versions)}" if versions else "",
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _markdown_adapter(kind: str, base: str | None) -> str:
+    imports, made = "from peft import PeftModel\n", "base_model = ...  # what build.yaml makes\n"
+    if base is not None:
+        imports += f"from transformers import {kind}\n"
+        made = f"base_model = {kind}.from_pretrained({json.dumps(base)})\n"
+    load = 'model = PeftModel.from_pretrained(base_model, "<this folder>")'
+    text = "This folder holds a LoRA adapter only, to be loaded onto its base model:"
+    return f"{text}\n\n```python\n{imports}\n{made}{load}\n```"
 
 
 def is_hub_name(source: str) -> bool:

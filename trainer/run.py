@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from trainer import distributed, outputs
+from trainer.adapters import CONFIG_FILE, base_class, base_name
 from trainer.build import Run, build_run, plain
 from trainer.callbacks import SampleTable, Throughput
 from trainer.config import ConfigError
@@ -92,7 +93,9 @@ def export(job: Run, cfg: DictConfig) -> None:
         folder = trainer.folder / "export" / model.name
         log.info("writing %s to %s", model.name, folder)
         with sign_of_life(f"writing {model.name}"):
-            export_model(model, folder, tokenizer=trainer.tokenizer, build=plain(cfg.models[model.name].build))
+            export_model(
+                model, folder, tokenizer=trainer.tokenizers[model.name], build=plain(cfg.models[model.name].build)
+            )
         if trainer.validation_loader is not None:
             with sign_of_life(f"loading and scoring {model.name}'s export"):
                 build = job.models[model.name].build
@@ -117,6 +120,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
     assert trainer.folder is not None
     for folder in sorted((trainer.folder / "export").glob("*")):
         build = cfg.models[folder.name].build
+        is_adapter = (folder / CONFIG_FILE).exists()
         teacher = cfg.models[job.task.reference].build.get("name") if job.task.reference else None
         card = model_card(
             name=folder.name,
@@ -124,6 +128,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
             run_name=trainer.folder.name,
             task=_task_name(cfg),
             is_transformers=(folder / "config.json").exists(),
+            adapter_base=(base_class(folder), base_name(folder)) if is_adapter else None,
             base_model=build.get("name"),
             teacher=teacher,
             data=[cfg.data.train] if isinstance(cfg.data.train, str) else [],
@@ -141,10 +146,8 @@ def _closing_rows(
     trainer: MultiModelTrainer, reference: str | None, labels: Mapping[str, str]
 ) -> tuple[list[str], list[list[str]]]:
     meter = next((c for c in trainer.callbacks.values() if isinstance(c, Throughput)), None)
-    names = [model.name for model in trainer.trained]
-    student = names[0] if len(names) == 1 else "models"
     return closing_rows(
-        student=student,
+        trained=[model.name for model in trainer.trained],
         before=trainer.before,
         after=trainer.after,
         reference_name=reference,

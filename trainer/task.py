@@ -44,7 +44,7 @@ class StepOutput:
 class TaskModule:
     """Base of all tasks; every `on_...` hook of a callback may be defined here too, without `trainer` and `task`."""
 
-    models: dict[str, ModelHandle]  # given by the trainer, there from `setup` on
+    models: Mapping[str, ModelHandle] = MappingProxyType({})  # given by the trainer, there from `setup` on
     trainer: MultiModelTrainer
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
     metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
@@ -68,12 +68,24 @@ class TaskModule:
     def count_items(self, batch: Batch) -> int | Tensor | dict[str, int | Tensor]:
         """Returns what the loss is a mean of, for all losses or by loss name.
 
-        By default the labels that count (not -100, after the shift), else the examples.
+        By default the labels that count (not -100, after the shift), else the examples; where models have data of their
+        own, by model.
         """
-        if "labels" in batch:
-            labels: Tensor = batch["labels"]
-            return (labels[:, 1:] != IGNORED).sum()
-        return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0)
+        if not any(self.has_own_data(batch, name) for name in self.models):
+            return _count(batch)
+        return {name: _count(self.batch_of(name, batch)) for name in self.models if self.batch_of(name, batch)}
+
+    def batch_of(self, name: str, batch: Batch) -> Batch:
+        """Returns a model's part of a batch: its own examples where it has data of its own, else the shared ones."""
+        if self.has_own_data(batch, name):
+            part: Batch = batch[name]
+            return part
+        return {key: value for key, value in batch.items() if key not in self.models}
+
+    @staticmethod
+    def has_own_data(batch: Batch, name: str) -> bool:
+        """Returns whether a model finds examples of its own in a batch: they stand under its name."""
+        return isinstance(batch.get(name), Mapping)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | StepOutput:
         """Returns the losses of one micro-batch."""
@@ -96,3 +108,10 @@ class TaskModule:
     def log(self, name: str, value: Tensor | float) -> None:
         """Adds a mean over this micro-batch's items to the metrics: `train/<name>`, or `val/<name>` in a validation."""
         self.trainer.log(name, torch.as_tensor(value).detach())
+
+
+def _count(batch: Batch) -> int | Tensor:
+    if "labels" in batch:
+        labels: Tensor = batch["labels"]
+        return (labels[:, 1:] != IGNORED).sum()
+    return next(len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim > 0)

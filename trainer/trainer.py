@@ -3,57 +3,36 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
 
 from trainer import distributed
 from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
 from trainer.config import ConfigError
-from trainer.data.loader import MicroBatch, TrainLoader, ValidationLoader
-from trainer.engines import Engines, ModelSpec, Plugin, RunFacts
+from trainer.data.loader import MicroBatch
+from trainer.data.sources import TrainingData, TrainSources, ValidationSources, name_sources
+from trainer.engines import Engines, Plugin
 from trainer.handle import ModelHandle
 from trainer.heartbeat import sign_of_life
 from trainer.loggers.logger import Logger
 from trainer.plan import show_plan
 from trainer.seeds import seed_everything
+from trainer.specs import ModelSpec, RunFacts
+from trainer.step import Step
 from trainer.tally import Tally
-from trainer.task import JOINT, Batch, NonFiniteError, StepOutput, TaskModule
-from trainer.window import EVERY, Window, check_output, owner
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from trainer.task import Batch, StepOutput, TaskModule
+from trainer.window import EVERY, Window, as_mapping, owner
 
 log = logging.getLogger(__name__)
 
 REFERENCE = "reference/"
-
-
-@dataclass(kw_only=True)
-class TrainingData:
-    """The examples of a run.
-
-    Args:
-        train: Map-style dataset; items are dicts of tensors and numbers. None for a run that only validates.
-        batch_size: Micro-batch per rank.
-        collate: list[item] -> batch; default: torch's.
-    """
-
-    train: Dataset[Any] | None = None
-    validation: Dataset[Any] | None = None
-    batch_size: int = 8
-    collate: Callable[[list[Any]], Batch] = default_collate
-    num_workers: int = 0
-    tokenizer: PreTrainedTokenizerBase | None = None
 
 
 class MultiModelTrainer:
@@ -96,9 +75,10 @@ class MultiModelTrainer:
         self.gradient_accumulation_steps, self.seed = gradient_accumulation_steps, seed
         self.callbacks, self.loggers, self.folder = dict(callbacks or {}), dict(loggers or {}), folder
         self.models: dict[str, ModelHandle] = {}
+        self.own_data: list[str] = []  # the models that do not read the shared examples
         self.global_step = 0
-        self._logged: dict[str, Tensor] = {}  # of the current micro-batch
-        self._reduced: dict[str, float] = {}  # of the current window
+        self.is_filler = False  # whether the current micro-batch only keeps this rank in step and counts for nothing
+        self.logged: dict[str, Tensor] = {}  # by the task, of the current micro-batch
         self._metrics: dict[str, float] = {}  # of the last validation
         self._validated_at: int | None = None
         self.stop_reason: str | None = None  # set by a callback, on all ranks alike, to end the run
@@ -148,76 +128,23 @@ class MultiModelTrainer:
     def _train_step(self, micro_batches: list[MicroBatch]) -> None:
         step = self.global_step + 1
         seed_everything(self.seed, step, self.rank)
+        for model in self.trained:
+            model.enter_window(step)
         self.emit("on_train_step_start", step=step)
-        window, tally = self._window(micro_batches), Tally(self.device)
-        for index, batch in enumerate(window.batches):
-            self.emit("on_train_batch_start", batch=batch, batch_idx=index)
-            output = self._forward_and_backward(window, index, batch, tally)
-            self._update(window, index, tally)
-            self.emit("on_train_batch_end", output=output, batch=batch, batch_idx=index)
+        reduced = Step(self, self._window(micro_batches)).run()
         self.global_step = step
-        metrics = {f"train/{name}": value for name, value in self._reduced.items()}
+        metrics = {f"train/{name}": value for name, value in reduced.items()}
         self.emit("on_train_step_end", metrics=metrics)
         if self.is_log_step:
             self.log_metrics(metrics, step=step)
 
     def _window(self, micro_batches: list[MicroBatch]) -> Window:
-        with torch.no_grad():
-            batches = [self.task.prepare_batch(self._to_device(micro.batch)) for micro in micro_batches]
-        return Window(
-            self.task,
-            batches,
-            [micro.is_filler for micro in micro_batches],
-            accumulation={model.name: model.accumulation for model in self.trained},
-            device=self.device,
-        )
-
-    def _forward_and_backward(self, window: Window, index: int, batch: Batch, tally: Tally) -> StepOutput:
-        for model in self.trained:
-            model.set_boundary(window.steps_after(index, model.name))
-        self._logged.clear()
-        output = self._as_output(self.task.training_step(batch, index))
-        for name, loss in self._weighted_losses(window, index, output, tally).items():
-            self.emit("on_before_backward", name=name, loss=loss)
-            self._owner_of_backward(name).backward(loss)
-            self.emit("on_after_backward", name=name)
-        for name, value in {**output.metrics, **self._logged}.items():
-            tally.add_metric(name, value, window.items(index, name), weight=0.0 if window.is_filler[index] else 1.0)
-        return output
-
-    def _weighted_losses(self, window: Window, index: int, output: StepOutput, tally: Tally) -> dict[str, Tensor]:
-        """Returns one loss per backward, each a share of the mean over the global batch."""
-        totals: dict[str, Tensor] = {}
-        check_output(output, [model.name for model in self.trained])
-        for is_sum, losses in ((False, output.losses), (True, output.sums)):
-            for key, loss in losses.items():
-                weight = window.weight(index, key, is_sum=is_sum)
-                # float32 at least: a bfloat16 loss times a weight would round the whole update
-                share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
-                logged = share.detach() / (self.world_size * window.num_updates(owner(key)))
-                tally.add(f"{owner(key)}/loss", logged, 0.0)
-                totals[owner(key)] = totals.get(owner(key), 0) + share
-        return totals
-
-    def _owner_of_backward(self, name: str) -> ModelHandle:
-        # One backward through several engines may be called on any of them.
-        return self.trained[0] if name == JOINT else self.models[name]
-
-    def _update(self, window: Window, index: int, tally: Tally) -> None:
-        """Steps the models whose accumulation ends here, once every loss is known to be finite on all ranks."""
-        stepping = [model for model in self.trained if window.steps_after(index, model.name)]
-        if not stepping:
-            return
-        self._reduced = tally.reduce()
-        losses = {name: value for name, value in self._reduced.items() if name.endswith("/loss")}
-        _check_trained([model.name for model in stepping], losses)
-        _check_finite(losses, tally, step=self.global_step + 1)
-        self._reduced["loss"] = sum(losses.values())
-        for model in stepping:
-            self.emit("on_before_optimizer_step", name=model.name)
-        for model in stepping:
-            model.step()
-            self.emit("on_after_optimizer_step", name=model.name)
+        batches = []
+        for micro in micro_batches:
+            self.enter_batch(is_filler=micro.is_filler)
+            with torch.no_grad():
+                batches.append(self.task.prepare_batch(self._to_device(micro.batch)))
+        return Window(self.task, batches, [micro.is_filler for micro in micro_batches], device=self.device)
 
     def _validate(self) -> dict[str, float]:
         if self.validation_loader is None or self._validated_at == self.global_step:
@@ -244,14 +171,14 @@ class MultiModelTrainer:
         tally = Tally(self.device)
         for index, micro in enumerate(islice(self.validation_loader, limit_batches)):
             batch = self._to_device(micro.batch)
-            items = self.task.count_items(batch)
-            self._logged.clear()
+            items = as_mapping(self.task.count_items(batch))
+            self.enter_batch(is_filler=micro.is_filler)
             metrics = self.task.validation_step(batch, index)
             if not isinstance(metrics, dict):
                 raise ValueError(f"validation_step returned {type(metrics).__name__}; return a dict of name to number")
-            for name, value in {**metrics, **self._logged}.items():
-                count = items.get(name, items.get(EVERY, 1)) if isinstance(items, dict) else items
-                tally.add_metric(name, value, count, weight=0.0 if micro.is_filler else 1.0)
+            for name, value in {**metrics, **self.logged}.items():
+                count = next((items[key] for key in (name, owner(name), EVERY) if key in items), 1)
+                tally.add_metric(name, value, count, weight=0.0 if micro.is_filler_for(owner(name)) else 1.0)
             if on_batch is not None:
                 on_batch(batch=batch, batch_idx=index)
         return self._split_metrics(tally.reduce())
@@ -275,7 +202,10 @@ class MultiModelTrainer:
         """Gives every model its engine and the task its models."""
         check_hook_names(type(task), base=TaskModule)
         self.task, self.tokenizer = task, data.tokenizer
-        self.train_loader, self.validation_loader = self._loaders(data)
+        self.tokenizers = {name: (spec.data or data).tokenizer for name, spec in models.items()}
+        own = {name: spec.data for name, spec in models.items() if spec.data is not None}
+        self.own_data, sources = list(own), name_sources(data, own)
+        self.train_loader, self.validation_loader = self._loaders(sources)
         self.max_steps = self._number_of_steps()
         self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)
         run = RunFacts(
@@ -283,6 +213,7 @@ class MultiModelTrainer:
             accumulation=self.gradient_accumulation_steps,
             num_steps=self.max_steps,
             seed=self.seed,
+            trains=self.train_loader is not None,
         )
         problems = self.engines.check(models, run)
         if problems:
@@ -298,27 +229,11 @@ class MultiModelTrainer:
         if self.is_main:
             show_plan(self, batch_size=data.batch_size)
 
-    def _loaders(self, data: TrainingData) -> tuple[TrainLoader | None, ValidationLoader | None]:
-        ranks = {"batch_size": data.batch_size, "rank": self.rank, "world_size": self.world_size}
-        train = validation = None
-        if data.train is not None:
-            train = TrainLoader(
-                data.train,
-                collate=data.collate,
-                accumulation=self.gradient_accumulation_steps,
-                seed=self.seed,
-                num_workers=data.num_workers,
-                **ranks,
-            )
-        if data.validation is not None:
-            validation = ValidationLoader(
-                data.validation,
-                collate=data.collate,
-                limit_batches=self.limit_val_batches,
-                num_workers=data.num_workers,
-                **ranks,
-            )
-        return train, validation
+    def _loaders(self, sources: Mapping[str, TrainingData]) -> tuple[TrainSources | None, ValidationSources | None]:
+        ranks = {"rank": self.rank, "world_size": self.world_size}
+        train = TrainSources(sources, accumulation=self.gradient_accumulation_steps, seed=self.seed, **ranks)
+        validation = ValidationSources(sources, limit_batches=self.limit_val_batches, **ranks)
+        return train if train.loaders else None, validation if validation.loaders else None
 
     def _number_of_steps(self) -> int:
         if self.train_loader is None:
@@ -339,7 +254,12 @@ class MultiModelTrainer:
 
     def log(self, name: str, value: Tensor) -> None:
         """Adds a mean over the current micro-batch's items to the step's metrics."""
-        self._logged[name] = value
+        self.logged[name] = value
+
+    def enter_batch(self, *, is_filler: bool) -> None:
+        """Says that the task's next calls are about another micro-batch."""
+        self.is_filler = is_filler
+        self.logged.clear()
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:
         """Hands numbers to all loggers."""
@@ -379,12 +299,15 @@ class MultiModelTrainer:
     def _to_device(self, batch: Batch) -> Batch:
         if not isinstance(batch, Mapping):
             raise ValueError(f"a batch is of type {type(batch).__name__}; datasets' items and collate must give dicts")
-        return {
-            name: value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in batch.items()
-        }
+        return {name: self._moved(value) for name, value in batch.items()}
 
-    def _as_output(self, output: Tensor | StepOutput) -> StepOutput:
+    def _moved(self, value: Any) -> Any:
+        if isinstance(value, Mapping):  # a model's own examples
+            return self._to_device(dict(value))
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+
+    def as_output(self, output: Tensor | StepOutput) -> StepOutput:
+        """Returns what training_step returned, a bare loss as that of the only trained model."""
         if isinstance(output, StepOutput):
             return output
         if not isinstance(output, Tensor):
@@ -401,25 +324,6 @@ def _check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str
     problems = task.check_models({name: spec.trainable for name, spec in models.items()}, stage=stage)
     if problems:
         raise ConfigError(*problems)
-
-
-def _check_trained(stepping: list[str], losses: Mapping[str, float]) -> None:
-    missing = [name for name in stepping if f"{name}/loss" not in losses and f"{JOINT}/loss" not in losses]
-    if missing:
-        raise ValueError(
-            f"training_step returned no loss for the trained model '{missing[0]}', only for "
-            f"{', '.join(name.removesuffix('/loss') for name in losses)}; return one, or set its trainable to false"
-        )
-
-
-def _check_finite(losses: Mapping[str, float], tally: Tally, *, step: int) -> None:
-    bad = {name.removesuffix("/loss"): value for name, value in losses.items() if not math.isfinite(value)}
-    if bad:
-        raise NonFiniteError(
-            f"the loss of {', '.join(f'{name} is {value}' for name, value in bad.items())} at step {step} (not finite: "
-            f"{tally.find_non_finite()}); no model was updated. Is a mean taken over no items, a logarithm of 0, or is "
-            "the learning rate too high?"
-        )
 
 
 def _check_unchanged(frozen: list[ModelHandle], before: Mapping[str, list[int]]) -> None:

@@ -21,27 +21,16 @@ def owner(key: str) -> str:
 
 
 class Window:
-    """The micro-batches of one global step on this rank, prepared and counted.
-
-    Args:
-        accumulation: Model name to its micro-batches per update.
-    """
+    """The micro-batches of one global step on this rank, prepared and counted."""
 
     def __init__(
-        self,
-        task: TaskModule,
-        batches: Sequence[Batch],
-        is_filler: Sequence[bool],
-        *,
-        accumulation: Mapping[str, int],
-        device: torch.device,
+        self, task: TaskModule, batches: Sequence[Batch], is_filler: Sequence[bool], *, device: torch.device
     ) -> None:
         self.batches, self.is_filler = list(batches), list(is_filler)
-        self.accumulation = dict(accumulation)
         for batch in self.batches:
             if not isinstance(batch, Mapping):
                 raise ValueError(f"prepare_batch returned {type(batch).__name__}; return the batch to train on, a dict")
-        counts = [_as_mapping(task.count_items(batch)) for batch in self.batches]
+        counts = [as_mapping(task.count_items(batch)) for batch in self.batches]
         _check_counts(counts)
         self._keys = sorted(counts[0])
         self._local = self._table(counts, device)  # (micro-batch, key)
@@ -58,32 +47,30 @@ class Window:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def steps_after(self, index: int, model: str) -> bool:
-        """Returns whether a model's update follows this micro-batch."""
-        return (index + 1) % self.accumulation[model] == 0 or index == len(self) - 1
+    def ends_update(self, index: int, accumulation: int) -> bool:
+        """Returns whether an update follows this micro-batch, for a model with so many micro-batches per update."""
+        return (index + 1) % accumulation == 0 or index == len(self) - 1
 
-    def num_updates(self, model: str) -> int:
-        """Returns how many times a model is updated in this window."""
-        return -(-len(self) // self._size(model))
-
-    def _size(self, model: str) -> int:
-        # "joint" is no model: its group shares one accumulation, which is checked to be the trainer's
-        return self.accumulation.get(model, max(self.accumulation.values()))
+    def num_updates(self, accumulation: int) -> int:
+        """Returns how many updates this window has for such a model."""
+        return -(-len(self) // accumulation)
 
     def items(self, index: int, key: str) -> Tensor:
         """Returns this rank's items of a micro-batch for a loss or metric key, ()."""
         return self._local[index, self._column(key)]
 
-    def weight(self, index: int, key: str, *, is_sum: bool) -> Tensor:
+    def weight(self, index: int, key: str, *, accumulation: int, is_sum: bool) -> Tensor:
         """Returns what a loss is multiplied by so that the update is a mean over the items of all ranks, ().
 
         The engines average gradients over ranks, hence the factor world_size:
         mean * items * world_size / global_items, or sum * world_size / global_items. 0 where no item counts.
+
+        Args:
+            accumulation: Micro-batches per update of the models that the loss trains.
         """
         column = self._column(key)
-        size = self._size(owner(key))
-        first = index - index % size
-        total = self._global[first : first + size, column].sum()
+        first = index - index % accumulation
+        total = self._global[first : first + accumulation, column].sum()
         numerator = self._local[index, column] if not is_sum else float(not self.is_filler[index])
         weight = numerator * distributed.world_size() / total.clamp(min=1)
         return torch.where(total > 0, weight, torch.zeros_like(total)).float()
@@ -98,7 +85,8 @@ class Window:
         )
 
 
-def _as_mapping(count: int | Tensor | dict[str, int | Tensor]) -> dict[str, int | Tensor]:
+def as_mapping(count: int | Tensor | dict[str, int | Tensor]) -> dict[str, int | Tensor]:
+    """Returns a task's counts by loss key."""
     return count if isinstance(count, dict) else {EVERY: count}
 
 
@@ -123,7 +111,7 @@ def _is_count(value: Any) -> bool:
 
 
 def check_output(output: StepOutput, trained: Sequence[str]) -> None:
-    """Raises ValueError for losses that cannot be backpropagated, each by its name."""
+    """Raises ValueError for what is no loss of a trained model, each by its name."""
     check_keys([*output.losses, *output.sums], trained)
     for key in output.losses.keys() & output.sums.keys():
         raise ValueError(f"training_step returned '{key}' in losses and in sums; give it in one of them")
@@ -132,8 +120,6 @@ def check_output(output: StepOutput, trained: Sequence[str]) -> None:
             raise ValueError(f"the loss '{key}' is of type {type(loss).__name__}; it must be a tensor of one number")
         if loss.numel() != 1:
             raise ValueError(f"the loss '{key}' has shape {tuple(loss.shape)}; return its mean, or its sum in sums")
-        if not loss.requires_grad:
-            raise ValueError(f"the loss '{key}' depends on no trained model's weights (it has no graph)")
 
 
 def check_keys(keys: Sequence[str], trained: Sequence[str]) -> None:

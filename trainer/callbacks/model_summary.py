@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from trainer.adapters import is_adapted
 from trainer.callbacks.callback import Callback
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class ModelSummary(Callback):
             return
         console = Console()
         for name, handle in trainer.models.items():
-            table = summary_table(name, handle.module, max_depth=self.max_depth)
+            module = handle.module.get_base_model() if is_adapted(handle.module) else handle.module
+            table = summary_table(name, module, max_depth=self.max_depth)
             console.print(table, width=None if console.is_terminal else PLAIN_WIDTH)
 
 

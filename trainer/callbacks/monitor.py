@@ -1,8 +1,10 @@
-"""Adds each trained model's learning rate and gradient norm to the metrics."""
+"""Adds each trained model's updates, learning rate and gradient norm to the metrics."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import torch
 
 from trainer.callbacks.callback import Callback
 
@@ -12,14 +14,22 @@ if TYPE_CHECKING:
 
 
 class ModelMonitor(Callback):
-    """Logs `train/<model>/lr` and `train/<model>/grad_norm`, the norm over all ranks before clipping."""
+    """Logs what each trained model's optimizer does.
+
+    `train/<model>/updates` counts its own updates; `lr` and `grad_norm` (over all ranks, before clipping) are those of
+    the last one, and absent before it. `skipped_updates` counts those that the engine left out because a gradient was
+    not finite; `loss_scale` is that of a float16 model.
+    """
 
     def on_train_step_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
         if not trainer.is_log_step:
             return
-        for name, handle in trainer.models.items():
-            if not handle.trainable:
-                continue
-            for key, value in {"lr": handle.learning_rate(), "grad_norm": handle.grad_norm()}.items():
-                if value is not None:
-                    metrics[f"train/{name}/{key}"] = value
+        for model in trainer.trained:
+            values = {
+                "lr": model.learning_rate(),
+                "grad_norm": model.grad_norm(),
+                "updates": float(model.num_updates),
+                "skipped_updates": float(model.num_skipped) if model.dtype != torch.float32 else None,
+                "loss_scale": model.loss_scale(),
+            }
+            metrics.update({f"train/{model.name}/{key}": value for key, value in values.items() if value is not None})

@@ -199,10 +199,15 @@ class Clock:
 
 def format_metrics(metrics: dict[str, float]) -> list[str]:
     """Returns "loss 1.234", "student/forward_kl 1.1", ..., "512 tok/s" in a fixed order, losses first."""
-    train = [name for name in metrics if not name.startswith("perf/")]
+    train = [name for name in metrics if not name.startswith("perf/") and not _is_plain_count(name, metrics[name])]
     train.sort(key=lambda name: (name != "train/loss", name.endswith(("/lr", "/grad_norm"))))
     perf = [PERF_FORMATS[name].format(metrics[name]) for name in PERF_FORMATS if name in metrics]
     return [f"{name.removeprefix('train/')} {metrics[name]:.4g}" for name in train] + perf
+
+
+def _is_plain_count(name: str, value: float) -> bool:
+    """Returns whether a number is there for the files only: counts of updates, unless some were skipped."""
+    return name.endswith("/updates") or (name.endswith("/skipped_updates") and value == 0)
 
 
 def format_rows(metrics: dict[str, float], models: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.adapters import is_adapted
 from trainer.callbacks.callback import Callback
 from trainer.config import ConfigError
 from trainer.heartbeat import sign_of_life
@@ -113,8 +114,9 @@ GREEDY: dict[str, Any] = {"do_sample": False, "temperature": None, "top_p": None
 
 
 def _speakers(trainer: MultiModelTrainer) -> dict[str, ModelHandle]:
-    # By attribute: a model may come from anywhere, and adapters wrap `generate` without inheriting it.
-    return {name: h for name, h in trainer.models.items() if callable(getattr(h.module, "generate", None))}
+    # By attribute: a model may come from anywhere. A wrapper with adapters has `generate` whatever it wraps.
+    bases = {n: h.module.get_base_model() if is_adapted(h.module) else h.module for n, h in trainer.models.items()}
+    return {name: trainer.models[name] for name in bases if callable(getattr(bases[name], "generate", None))}
 
 
 def _trained(trainer: MultiModelTrainer) -> dict[str, ModelHandle]:

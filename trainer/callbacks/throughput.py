@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,11 +53,12 @@ class Throughput(Callback):
         self._last = time.perf_counter()
 
     def on_train_batch_start(self, trainer: MultiModelTrainer, task: TaskModule, batch: Batch, batch_idx: int) -> None:
-        count = count_tokens(batch)
-        if count is None:
-            self._unit, count = "examples", _num_examples(batch)
-        # A tensor stays on its device: reading it here would make the GPU wait in every micro-batch.
-        self._items = self._items + count
+        for part in _parts(batch):
+            count = count_tokens(part)
+            if count is None:
+                self._unit, count = "examples", _num_examples(part)
+            # A tensor stays on its device: reading it here would make the GPU wait in every micro-batch.
+            self._items = self._items + count
 
     def on_train_step_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
         now = time.perf_counter()
@@ -88,6 +90,13 @@ class Throughput(Callback):
         self._total_seconds += self._seconds
         self._total_items = self._total_items + self._items
         self._seconds, self._steps, self._items = 0.0, 0, 0.0
+
+
+def _parts(batch: Batch) -> list[Batch]:
+    """Returns the shared examples, where there are any, and each model's own."""
+    own = [dict(value) for value in batch.values() if isinstance(value, Mapping)]
+    shared = {key: value for key, value in batch.items() if not isinstance(value, Mapping)}
+    return [shared, *own] if shared else own
 
 
 def count_tokens(batch: Batch) -> Tensor | int | None:

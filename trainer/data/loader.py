@@ -1,6 +1,6 @@
 """Micro-batches in the planned order: windows to train on, forever, and the validation set once."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -15,12 +15,29 @@ from trainer.task import Batch
 Collate = Callable[[list[Any]], Batch]
 
 
+SHARED = ""  # the name of the examples that are no model's own
+
+
 @dataclass(kw_only=True)
 class MicroBatch:
-    """One collated micro-batch; a filler keeps the ranks in step and must count for nothing."""
+    """One collated micro-batch.
+
+    Args:
+        fillers: Whose examples keep the ranks in step only and must count for nothing: by model with data of its own,
+            SHARED for all others.
+    """
 
     batch: Batch
-    is_filler: bool
+    fillers: Mapping[str, bool]
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether no example of it counts."""
+        return all(self.fillers.values())
+
+    def is_filler_for(self, name: str) -> bool:
+        """Returns whether it counts for nothing in a model's numbers."""
+        return self.fillers.get(name, self.fillers.get(SHARED, any(self.fillers.values())))
 
 
 class TrainLoader:
@@ -37,18 +54,19 @@ class TrainLoader:
         world_size: int,
         seed: int,
         num_workers: int = 0,
+        name: str = SHARED,
+        wraps: bool = False,
     ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.num_workers = num_workers
+        self.dataset, self.collate, self.num_workers, self.name = dataset, collate, num_workers, name
         self.plan = BatchPlan(
-            _num_examples(dataset, "data.train"),
+            _num_examples(dataset, name, "train"),
             batch_size=batch_size,
             accumulation=accumulation,
             rank=rank,
             world_size=world_size,
             seed=seed,
             shuffle=True,
+            wraps=wraps,
         )
 
     @property
@@ -61,7 +79,11 @@ class TrainLoader:
         micros = _Indices(lambda: (micro for *_, window in plan.windows(start_step) for micro in window))
         batches = _batches(self.dataset, micros, collate=self.collate, num_workers=self.num_workers)
         for epoch, step, window in plan.windows(start_step):
-            yield epoch, step, [MicroBatch(batch=next(batches), is_filler=micro.is_filler) for micro in window]
+            yield (
+                epoch,
+                step,
+                [MicroBatch(batch=next(batches), fillers={self.name: micro.is_filler}) for micro in window],
+            )
 
 
 class ValidationLoader:
@@ -77,12 +99,11 @@ class ValidationLoader:
         world_size: int,
         limit_batches: int | None = None,
         num_workers: int = 0,
+        name: str = SHARED,
     ) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self.num_workers = num_workers
+        self.dataset, self.collate, self.num_workers, self.name = dataset, collate, num_workers, name
         self.plan = BatchPlan(
-            _num_examples(dataset, "data.validation"),
+            _num_examples(dataset, name, "validation"),
             batch_size=batch_size,
             accumulation=1,
             rank=rank,
@@ -99,7 +120,7 @@ class ValidationLoader:
         micros = [micro for *_, window in islice(self.plan.windows(), self.num_batches) for micro in window]
         batches = _batches(self.dataset, _Indices(lambda: micros), collate=self.collate, num_workers=self.num_workers)
         for micro in micros:
-            yield MicroBatch(batch=next(batches), is_filler=micro.is_filler)
+            yield MicroBatch(batch=next(batches), fillers={self.name: micro.is_filler})
 
 
 class _Indices:
@@ -121,8 +142,9 @@ def _batches(dataset: Dataset[Any], indices: _Indices, *, collate: Collate, num_
     return iter(loader)
 
 
-def _num_examples(dataset: Dataset[Any], key: str) -> int:
+def _num_examples(dataset: Dataset[Any], name: str, part: str) -> int:
     num_examples = len(dataset)  # type: ignore[arg-type]  # map-style: torch's base class has no __len__
     if num_examples == 0:
+        key = f"data.{part}" if name == SHARED else f"models.{name}.data.{part}"
         raise ConfigError(f"{key} holds no examples; at least one is needed")
     return num_examples

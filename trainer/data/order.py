@@ -21,7 +21,8 @@ class BatchPlan:
     Global batch k of an epoch is the k-th slice of `batch_size * accumulation * world_size` examples of the epoch's
     order; so the product alone decides which examples are in it. The last one of an epoch may be smaller: it has fewer
     micro-batches, its last ones may be short, and a rank for which nothing is left gets a filler, so that every example
-    is there once and all ranks have the same number of micro-batches.
+    is there once and all ranks have the same number of micro-batches. A plan that wraps has full windows only: the last
+    one of an epoch goes on with the examples of the next.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class BatchPlan:
         world_size: int,
         seed: int,
         shuffle: bool,
+        wraps: bool = False,
     ) -> None:
         self.num_examples = num_examples
         self.batch_size = batch_size
@@ -42,6 +44,7 @@ class BatchPlan:
         self.world_size = world_size
         self.seed = seed
         self.shuffle = shuffle
+        self.wraps = wraps
 
     @property
     def global_batch_size(self) -> int:
@@ -58,8 +61,23 @@ class BatchPlan:
         while True:
             order = self.order(epoch)
             for index in range(step, self.num_windows):
-                yield epoch, index, self._window(order, index)
+                yield (
+                    epoch,
+                    index,
+                    self._window(self._wrapped(epoch, index) if self.wraps else order[self._slice(index)]),
+                )
             epoch, step = epoch + 1, 0
+
+    def _slice(self, index: int) -> slice:
+        return slice(index * self.global_batch_size, (index + 1) * self.global_batch_size)
+
+    def _wrapped(self, epoch: int, index: int) -> NDArray[np.int64]:
+        """Returns the examples of a window of the endless row of epochs."""
+        first = (epoch * self.num_windows + index) * self.global_batch_size
+        turn, start = divmod(first, self.num_examples)
+        num_turns = -(-(start + self.global_batch_size) // self.num_examples)
+        row = np.concatenate([self.order(turn + later) for later in range(num_turns)])
+        return row[start : start + self.global_batch_size]
 
     def order(self, epoch: int) -> NDArray[np.int64]:
         """Returns the epoch's order of all examples; touches no global random state."""
@@ -67,8 +85,7 @@ class BatchPlan:
             return np.arange(self.num_examples)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_examples)
 
-    def _window(self, order: NDArray[np.int64], index: int) -> list[Micro]:
-        examples = order[index * self.global_batch_size : (index + 1) * self.global_batch_size]
+    def _window(self, examples: NDArray[np.int64]) -> list[Micro]:
         stride = self.batch_size * self.world_size
         return [self._micro(examples[start : start + stride]) for start in range(0, len(examples), stride)]
 

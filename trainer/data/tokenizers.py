@@ -8,12 +8,17 @@ from pathlib import Path
 import transformers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from trainer import assets
 from trainer.config import ConfigError
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of a folder, hub name or .gguf file; without a pad token it pads with its end token."""
-    path = Path(name).expanduser()
+    """Returns the tokenizer of a name; without a pad token it pads with its end token.
+
+    Args:
+        name: A folder, a hub name, a .gguf file, or `embedded:<asset>`.
+    """
+    path = assets.resolve_tokenizer(name) if name.startswith(assets.PREFIX) else Path(name).expanduser()
     try:
         with _quiet_transformers():
             if path.suffix == ".gguf":

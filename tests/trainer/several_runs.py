@@ -1,0 +1,457 @@
+"""Runs of several trained models on real engines, and the same in plain PyTorch; several tests read one run."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.trainer.test_trainer import reset_accelerate
+from trainer import Callback, ModelHandle, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
+from trainer.handle import gathered_state_dict
+from trainer.updates import UpdatePlan
+
+EXAMPLES = 12  # per global step
+STEPS = 5
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+    # At its default eps AdamW amplifies the rounding of tiny gradients.
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+}
+Weights = dict[str, dict[str, Tensor]]
+Model = Callable[[Tensor], Tensor]
+
+
+def make_net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+SEEDS = {"a": 1, "b": 2, "c": 3}
+
+
+def make_data(count: int = EXAMPLES * STEPS) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=generator), "y": torch.randn(4, generator=generator)} for _ in range(count)]
+
+
+# Losses, written once for engines and for plain modules
+
+
+def disjoint(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: (models[name](batch["x"]) - batch["y"]).pow(2).mean() for name in ("a", "b")}
+
+
+def mutual(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    a, b = models["a"](batch["x"]), models["b"](batch["x"])
+    return {
+        "a": (a - batch["y"]).pow(2).mean() + (a - b.detach()).pow(2).mean(),
+        "b": (b - batch["y"]).pow(2).mean() + (b - a.detach()).pow(2).mean(),
+    }
+
+
+def joint(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"joint": (models["a"](batch["x"]) * models["b"](batch["x"]) - batch["y"]).pow(2).mean()}
+
+
+def chained(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"joint": (models["b"](models["a"](batch["x"])) - batch["y"]).pow(2).mean()}
+
+
+def forgetful(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`mutual` by someone who forgot to detach: each loss must train its own model all the same."""
+    a, b = models["a"](batch["x"]), models["b"](batch["x"])
+    return {
+        "a": (a - batch["y"]).pow(2).mean() + (a - b).pow(2).mean(),
+        "b": (b - batch["y"]).pow(2).mean() + (b - a).pow(2).mean(),
+    }
+
+
+def adversarial(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A generator a and a critic b: a's loss passes through b, which only b's own trains."""
+    made = models["a"](batch["x"])
+    critic = models["b"]
+    passing = critic.module if isinstance(critic, ModelHandle) else critic
+    real, fake = critic(batch["y"]).pow(2).mean(), critic(made.detach()).mean()
+    return {"a": -passing(made).mean(), "b": real + fake}
+
+
+def pair_and_third(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """One loss through a and b, beside c's own."""
+    return {**joint(models, batch), "c": (models["c"](batch["x"]) - batch["y"]).pow(2).mean()}
+
+
+LOSSES = {
+    function.__name__: function
+    for function in (disjoint, mutual, joint, chained, forgetful, adversarial, pair_and_third)
+}
+
+
+class LossTask(TaskModule):
+    def __init__(self, losses: Callable[..., dict[str, Tensor]]) -> None:
+        self.losses = losses
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> StepOutput:
+        return StepOutput(losses=self.losses(self.models, batch))
+
+
+# Both sides
+
+
+def zero(stage: int) -> dict[str, Any]:
+    block = {"stage3_param_persistence_threshold": 0} if stage == 3 else {}
+    return {"zero_optimization": {"stage": stage, **block}}
+
+
+def spec(name: str, optimizer: str = "sgd", **options: Any) -> ModelSpec:
+    return ModelSpec(
+        build=functools.partial(make_net, SEEDS[name]),
+        **{"optimizer": OPTIMIZERS[optimizer], "dtype": torch.float32, **options},
+    )
+
+
+def fit(
+    task: TaskModule,
+    plugins: Mapping[str, Any],
+    models: Mapping[str, ModelSpec],
+    *,
+    accumulation: int = 1,
+    steps: int = STEPS,
+    data: TrainingData | None = None,
+    callbacks: dict[str, Callback] | None = None,
+) -> MultiModelTrainer:
+    from trainer import distributed
+
+    reset_accelerate()
+    trainer = MultiModelTrainer(
+        plugins, max_steps=steps, log_every=1, gradient_accumulation_steps=accumulation, callbacks=callbacks
+    )
+    batch_size = EXAMPLES // (accumulation * distributed.world_size())
+    trainer.fit(task, models=models, data=data or TrainingData(train=make_data(), batch_size=batch_size))
+    return trainer
+
+
+def weights_of(trainer: MultiModelTrainer) -> Weights:
+    return {name: gathered_state_dict(model.module) for name, model in trainer.models.items()}
+
+
+def reference(
+    losses: Callable[..., dict[str, Tensor]],
+    order: list[list[int]],
+    *,
+    optimizer: str = "sgd",
+    plans: Mapping[str, UpdatePlan] | None = None,
+) -> Weights:
+    """One plain process in float32, each step on the whole batch; every loss by its own `autograd.grad`."""
+    data = make_data()
+    names = ["a", "b", "c"] if losses is pair_and_third else ["a", "b"]
+    models = {name: make_net(SEEDS[name]) for name in names}
+    optimizers = {name: OPTIMIZERS[optimizer](model.parameters()) for name, model in models.items()}
+    for step, indices in enumerate(order, start=1):
+        batch = {key: torch.stack([data[index][key] for index in indices]) for key in ("x", "y")}
+        found = losses(models, batch)
+        updating = [name for name in names if plans is None or name not in plans or plans[name].counts_in(step)]
+        for name in updating:
+            loss = found[name] if name in found else found["joint"]
+            weights = list(models[name].parameters())
+            for weight, gradient in zip(weights, torch.autograd.grad(loss, weights, retain_graph=True), strict=True):
+                weight.grad = gradient
+        for name in updating:
+            optimizers[name].step()
+            optimizers[name].zero_grad()
+    return {name: dict(model.state_dict()) for name, model in models.items()}
+
+
+def global_batches(steps: int = STEPS) -> list[list[int]]:
+    """The examples of each global step, whatever its cut: those of one rank with one micro-batch."""
+    from trainer.data.order import BatchPlan
+
+    plan = BatchPlan(
+        EXAMPLES * STEPS, batch_size=EXAMPLES, accumulation=1, rank=0, world_size=1, seed=0, shuffle=True
+    )  # fmt: skip
+    windows = plan.windows()
+    return [[index for micro in next(windows)[2] for index in micro.indices] for _ in range(steps)]
+
+
+def difference(left: Weights, right: Weights) -> float:
+    return max(float((left[name][key] - right[name][key]).abs().max()) for name in right for key in right[name])
+
+
+# The matrix
+
+Case = tuple[str, int, int, int, str]  # losses, stage of a, stage of b, accumulation, optimizer
+FACTORS: tuple[tuple[Any, ...], ...] = (
+    ("disjoint", "mutual", "joint", "chained"), (0, 1, 2, 3), (0, 1, 2, 3), (1, 3), ("sgd", "adamw"),
+)  # fmt: skip
+
+
+def run_case(case: Case) -> dict[str, Any]:
+    """Returns the largest difference from plain PyTorch on rank 0, and which engines ran."""
+    name, first, second, accumulation, optimizer = case
+    losses = LOSSES[name]
+    plugins = {"a": zero(first), "b": zero(second)}
+    models = {key: spec(key, optimizer) for key in plugins}
+    if losses is pair_and_third:
+        plugins["c"], models["c"] = zero(1), spec("c", optimizer)
+    trainer = fit(LossTask(losses), plugins, models, accumulation=accumulation)
+    engines = [
+        (type(trainer.models[key].engine.optimizer).__name__, trainer.models[key].engine.zero_optimization_stage())
+        for key in ("a", "b")
+    ]
+    weights = weights_of(trainer)
+    if not trainer.is_main:
+        return {"difference": 0.0, "engines": engines}
+    expected = reference(losses, global_batches(), optimizer=optimizer)
+    return {"difference": difference(weights, expected), "engines": engines}
+
+
+def run_cases(cases: list[Case]) -> dict[Case, dict[str, Any]]:
+    return {case: run_case(case) for case in cases}
+
+
+# Single questions
+
+
+def check_plans(folder: Path) -> dict[str, Any]:
+    """a in every second window, b up to the fourth, each with a schedule of its own."""
+    plans = {"a": UpdatePlan(update_every=2, start_step=1), "b": UpdatePlan(start_step=1, freeze_after=4)}
+    schedule = functools.partial(
+        torch.optim.lr_scheduler.LinearLR, start_factor=1.0, end_factor=0.5, total_iters="auto"
+    )
+    seen: list[dict[str, Any]] = []
+
+    class Watch(Callback):
+        def on_train_step_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
+            seen.append(
+                {
+                    "step": trainer.global_step,
+                    "updates": {name: model.num_updates for name, model in trainer.models.items()},
+                    "lr": {name: model.learning_rate() for name, model in trainer.models.items()},
+                    "training": trainer.models["b"].module.training,
+                }
+            )
+
+    found: dict[str, Any] = {}
+    for stages in ((1, 3), (2, 0)):
+        trainer = fit(
+            LossTask(disjoint),
+            {"a": zero(stages[0]), "b": zero(stages[1])},
+            {name: spec(name, plan=plan) for name, plan in plans.items()},
+        )
+        if trainer.is_main or trainer.world_size > 1:
+            weights = weights_of(trainer)
+        found[f"weights {stages}"] = (
+            difference(weights, reference(disjoint, global_batches(), plans=plans)) if trainer.is_main else 0.0
+        )
+    seen.clear()
+    fit(
+        LossTask(disjoint),
+        {"a": zero(1), "b": zero(2)},
+        {name: spec(name, plan=plan, scheduler=schedule) for name, plan in plans.items()},
+        callbacks={"watch": Watch()},
+    )
+    return {**found, "seen": seen}
+
+
+def check_alternation(folder: Path) -> dict[str, Any]:
+    """A generator in every second step through a critic in all others, and the other way round in one loss."""
+    plans = {"a": UpdatePlan(start_step=1, update_every=2), "b": UpdatePlan(start_step=2, update_every=2)}
+    found = {}
+    for stages in ((3, 2), (1, 3), (0, 3)):
+        for losses in (adversarial, chained):
+            trainer = fit(
+                LossTask(losses),
+                {"a": zero(stages[0]), "b": zero(stages[1])},
+                {name: spec(name, plan=plan) for name, plan in plans.items()},
+            )
+            weights = weights_of(trainer)
+            if trainer.is_main:
+                found[f"{losses.__name__} {stages}"] = difference(
+                    weights, reference(losses, global_batches(), plans=plans)
+                )
+    return found
+
+
+class InfiniteGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * float("inf")
+
+
+def check_overflow(folder: Path) -> dict[str, Any]:
+    """A finite loss of a with an infinite gradient, in the second step only; b must go on."""
+    from trainer.callbacks import ModelMonitor, NonFiniteGuard
+
+    logged: list[dict[str, float]] = []
+
+    class Last(Callback):
+        order = 100
+
+        def on_train_step_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
+            logged.append(dict(metrics))
+
+    class Overflowing(TaskModule):
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> StepOutput:
+            a, b = self.models["a"](batch["x"].bfloat16()), self.models["b"](batch["x"])
+            if self.trainer.global_step == 1:
+                a = InfiniteGradient.apply(a)
+            return StepOutput(losses={"a": a.float().pow(2).mean(), "b": (b - batch["y"]).pow(2).mean()})
+
+    found: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        logged.clear()
+        trainer = fit(
+            Overflowing(),
+            {"a": zero(stage), "b": zero(2)},
+            {"a": spec("a", dtype=torch.bfloat16), "b": spec("b")},
+            steps=3,
+            callbacks={"monitor": ModelMonitor(), "guard": NonFiniteGuard(), "last": Last()},
+        )
+        found[f"zero{stage}"] = {
+            "updates": {name: model.num_updates for name, model in trainer.models.items()},
+            "skipped": {name: model.num_skipped for name, model in trainer.models.items()},
+            "logged": [line.get("train/a/skipped_updates") for line in logged],
+            "finite": all(bool(torch.isfinite(w).all()) for w in trainer.models["a"].local_weights()),
+        }
+    return found
+
+
+def passes_through(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    made = models["a"](batch["x"])
+    return {"a": models["b"](made).mean(), "b": models["b"](made.detach()).mean()}
+
+
+def shares_a_forward(models: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    made = models["b"].module(models["a"](batch["x"])).exp()
+    return {"a": made.mean(), "b": (models["b"](batch["x"]) * made).mean()}
+
+
+def leaves_b_out(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"a": models["a"](batch["x"]).mean()}
+
+
+def joint_without_b(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"joint": (models["a"](batch["x"]) * models["b"](batch["x"]).detach()).mean()}
+
+
+def joint_and_own(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"joint": (models["a"](batch["x"]) * models["b"](batch["x"])).mean(), **disjoint(models, batch)}
+
+
+def joint_through_own(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"joint": models["a"](models["b"](batch["x"])).mean(), "a": models["a"](batch["x"]).mean()}
+
+
+def wrong_owner(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"a": models["b"](batch["x"]).mean(), "b": models["b"](batch["x"]).mean()}
+
+
+def by_the_module(models: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"a": models["a"].module(batch["x"]).mean(), "b": models["b"](batch["x"]).mean()}
+
+
+def without_graph(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {"a": models["a"](batch["x"]).mean(), "b": models["b"](batch["x"]).detach().mean()}
+
+
+def not_a_number(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    a, b = models["a"](batch["x"]), models["b"](batch["x"])
+    return {"a": a.mean(), "b/first": b.mean(), "b/second": b.mean() * float("nan")}
+
+
+def frozen_with_gradient(models: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    models["c"].module.requires_grad_(True)
+    return disjoint(models, batch)
+
+
+REFUSED = (
+    passes_through, shares_a_forward, leaves_b_out, joint_without_b, joint_and_own, joint_through_own, wrong_owner,
+    by_the_module, without_graph, not_a_number, frozen_with_gradient,
+)  # fmt: skip
+
+
+def check_refusals(folder: Path) -> dict[str, Any]:
+    """Returns the error of each task that must not go on, with its notes, and the step in which it came."""
+    found = {}
+    for losses in REFUSED:
+        for stages in ((1, 2), (3, 3), (0, 2)):
+            plugins: dict[str, Any] = {"a": zero(stages[0]), "b": zero(stages[1])}
+            models = {name: spec(name) for name in plugins}
+            if losses is frozen_with_gradient:
+                plugins["c"] = {"replicate": True}
+                models["c"] = ModelSpec(build=functools.partial(make_net, 3), trainable=False, dtype=torch.float32)
+            try:
+                fit(LossTask(losses), plugins, models)
+                found[f"{losses.__name__} {stages}"] = "went on"
+            except (ValueError, RuntimeError) as error:
+                found[f"{losses.__name__} {stages}"] = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    try:
+        windows = {"a": spec("a", gradient_accumulation_steps=1), "b": spec("b")}
+        fit(LossTask(joint), {"a": zero(1), "b": zero(2)}, windows, accumulation=3)
+    except ValueError as error:
+        found["windows"] = str(error)
+    return found
+
+
+class OwnDataTask(TaskModule):
+    """Each model on its own examples; says which it saw."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[list[float]]] = {"a": [], "b": []}
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> StepOutput:
+        losses = {}
+        for name in ("a", "b"):
+            part = self.batch_of(name, batch)
+            self.seen[name].append(part["x"][:, 0].tolist())
+            losses[name] = (self.models[name](part["x"]) - part["y"]).pow(2).mean()
+        return StepOutput(losses=losses)
+
+    def validation_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
+        parts = {name: self.batch_of(name, batch) for name in ("a", "b")}
+        return {f"{name}/number": part["x"].mean() for name, part in parts.items()}
+
+
+def numbers(first: int, count: int) -> list[dict[str, Tensor]]:
+    return [{"x": torch.full((4,), float(first + i)), "y": torch.zeros(4)} for i in range(count)]
+
+
+def check_own_data(folder: Path) -> dict[str, Any]:
+    """a on 5 examples of its own, b on 7 shared ones: no size fits the window of 4."""
+    from trainer import distributed
+
+    task = OwnDataTask()
+    size = 4 // distributed.world_size()
+    trainer = fit(
+        task,
+        {"a": zero(1), "b": zero(3)},
+        {
+            "a": spec("a", optimizer="sgd", data=TrainingData(train=numbers(0, 5), validation=numbers(0, 5),
+                                                              batch_size=size)),
+            "b": spec("b"),
+        },
+        data=TrainingData(train=numbers(100, 7), validation=numbers(100, 11), batch_size=size),
+        steps=5,
+    )  # fmt: skip
+    return {"seen": task.seen, "before": trainer.before, "updates": [m.num_updates for m in trainer.trained]}
+
+
+CHECKS = {
+    "plans": check_plans,
+    "alternation": check_alternation,
+    "overflow": check_overflow,
+    "refusals": check_refusals,
+    "own data": check_own_data,
+}
+
+
+def run_checks(folder: Path, cases: list[Case]) -> dict[str, Any]:
+    return {"cases": run_cases(cases), **{name: check(folder) for name, check in CHECKS.items()}}

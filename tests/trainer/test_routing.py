@@ -1,0 +1,178 @@
+"""Several trained models against plain PyTorch in one process: float32, the whole batch at once, 5 updates."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.trainer.several_runs import FACTORS, Case, pair_and_third, run_cases, run_checks
+
+ENGINES = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
+PLAIN = {"sgd": "SGD", "adamw": "AdamW"}  # of ZeRO-0
+# float32 on both sides, after 5 updates of weights of size 1: rounding is a few 1e-8 a step.
+TOLERANCE = 1e-6
+
+
+def pairwise(factors: tuple[tuple[Any, ...], ...]) -> list[Case]:
+    """Returns few cases that hold every pair of levels of every two factors."""
+    cases: list[Case] = []
+    open_pairs = set(_pairs_of_all(factors))
+    everything = list(itertools.product(*factors))
+    while open_pairs:
+        best = max(everything, key=lambda case: len(open_pairs & set(_pairs(case))))
+        open_pairs -= set(_pairs(best))
+        cases.append(best)
+    return cases
+
+
+def _pairs(case: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return list(itertools.combinations(enumerate(case), 2))
+
+
+def _pairs_of_all(factors: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
+    return [pair for case in itertools.product(*factors) for pair in _pairs(case)]
+
+
+# Beside the factors: what has no stage of its own to vary.
+EXTRA: list[Case] = [
+    *(("forgetful", first, second, 3, "sgd") for first, second in ((1, 3), (3, 2), (2, 0))),
+    *(("adversarial", first, second, 3, "sgd") for first, second in ((1, 3), (3, 2), (2, 0))),
+    (pair_and_third.__name__, 2, 3, 3, "sgd"),
+    (pair_and_third.__name__, 0, 0, 1, "adamw"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("several")
+    cases = pairwise(FACTORS) + EXTRA
+    return run_ranks(run_checks, folder, cases, folder=folder, world_size=request.param, timeout=600)
+
+
+def _wrong(cases: dict[Case, dict[str, Any]]) -> dict[Case, float]:
+    return {case: found["difference"] for case, found in cases.items() if not found["difference"] <= TOLERANCE}
+
+
+def _claims(case: Case) -> list[tuple[str, int]]:
+    names = [PLAIN[case[4]] if stage == 0 else ENGINES[stage] for stage in case[1:3]]
+    return list(zip(names, case[1:3], strict=True))
+
+
+def test_models_under_any_two_stages_train_as_in_plain_pytorch(found: list[dict[str, Any]]) -> None:
+    cases = found[0]["cases"]
+    assert set(_pairs_of_all(FACTORS)) <= {pair for case in cases for pair in _pairs(case)}
+    assert _wrong(cases) == {}
+
+
+def test_cases_ran_on_the_engines_they_claim(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for case, result in rank["cases"].items():
+            assert result["engines"] == _claims(case), case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_whole_matrix_of_stages_losses_and_windows(world_size: int, tmp_path: Path) -> None:
+    factors = FACTORS if world_size < 3 else (*FACTORS[:3], (2,), FACTORS[4])  # 12 examples: 2 x 2 on each of 3 ranks
+    cases = [case for case in itertools.product(*factors) if case[4] == "sgd" or case[3] > 1]
+
+    (cases_found, *_) = run_ranks(run_cases, cases, folder=tmp_path, world_size=world_size, timeout=1800)
+
+    assert len(cases_found) == len(cases)
+    assert _wrong(cases_found) == {}
+
+
+def test_each_model_follows_its_own_plan(found: list[dict[str, Any]]) -> None:
+    plans = found[0]["plans"]
+
+    assert plans["weights (1, 3)"] <= TOLERANCE
+    assert plans["weights (2, 0)"] <= TOLERANCE
+    seen = plans["seen"]
+    assert [line["step"] for line in seen] == [1, 2, 3, 4, 5]
+    assert [line["updates"]["a"] for line in seen] == [1, 1, 2, 2, 3]
+    assert [line["updates"]["b"] for line in seen] == [1, 2, 3, 4, 4]
+    # Three updates of a, four of b: each schedule is laid out over its own and moves with them.
+    assert [line["lr"]["a"] for line in seen] == pytest.approx([0.1, 0.1, 0.1 * 5 / 6, 0.1 * 5 / 6, 0.1 * 4 / 6])
+    assert [line["lr"]["b"] for line in seen] == pytest.approx([0.1, 0.0875, 0.075, 0.0625, 0.0625])
+    assert [line["training"] for line in seen] == [True, True, True, True, False]
+
+
+def test_alternating_updates_are_those_of_plain_pytorch(found: list[dict[str, Any]]) -> None:
+    alternation = found[0]["alternation"]
+    assert len(alternation) == 6
+    assert {name: value for name, value in alternation.items() if not value <= TOLERANCE} == {}
+
+
+def test_an_overflow_skips_the_update_of_its_model_only(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for stage in ("zero1", "zero2", "zero3"):
+            result = rank["overflow"][stage]
+            assert result["updates"] == {"a": 2, "b": 3}, stage
+            assert result["skipped"] == {"a": 1, "b": 0}, stage
+            assert result["logged"] == [0.0, 1.0, 1.0], stage
+            assert result["finite"], stage
+
+
+@pytest.mark.parametrize("stages", [(1, 2), (3, 3), (0, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        ("passes_through", r"the loss 'a' passes through models\.b, .*self\.models\['b'\]\.module"),
+        ("shares_a_forward", r"the loss 'b' shares a forward with another loss"),
+        ("leaves_b_out", r"no loss for the trained model 'b', only for 'a'"),
+        ("joint_without_b", r"the loss 'joint' does not depend on the output of models\.b"),
+        ("joint_and_own", r"returned 'joint', but 'a', 'b' have losses of their own.*'joint/<term>'"),
+        ("joint_through_own", r"the loss 'joint' passes through models\.a"),
+        ("wrong_owner", r"the loss 'a' does not depend on the output of models\.a"),
+        ("by_the_module", r"the loss 'a' does not depend on the output of models\.a"),
+        ("without_graph", r"the loss 'b' depends on no trained model's weights"),
+        ("not_a_number", r"the loss of b is nan at step 1 \(not finite: .*b/second on rank 0"),
+        ("frozen_with_gradient", r"models\.c is frozen, but a weight of it requires a gradient"),
+    ],
+)
+def test_a_gradient_that_would_go_astray_is_refused(
+    found: list[dict[str, Any]], losses: str, message: str, stages: tuple[int, int]
+) -> None:
+    for rank in found:
+        assert _matches(message, rank["refusals"][f"{losses} {stages}"])
+
+
+def test_models_of_a_joint_loss_must_step_together(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        assert _matches(
+            r"their gradient_accumulation_steps differ: models\.a 1, models\.b 3", rank["refusals"]["windows"]
+        )
+
+
+def test_each_model_reads_its_own_data_and_no_example_is_left_out(found: list[dict[str, Any]]) -> None:
+    seen = {name: [x for rank in found for window in rank["own data"]["seen"][name] for x in window] for name in "ab"}
+
+    # 5 steps of 4 examples: four times each of a's five, b's seven at least twice
+    assert sorted(seen["a"]) == sorted(4 * [0.0, 1.0, 2.0, 3.0, 4.0])
+    assert {x: seen["b"].count(x) for x in seen["b"]}.keys() == {100.0 + i for i in range(7)}
+    assert all(2 <= seen["b"].count(x) <= 3 for x in seen["b"])
+    assert found[0]["own data"]["updates"] == [5, 5]
+    # The shorter validation set counts once, however long the other is.
+    assert found[0]["own data"]["before"] == pytest.approx({"val/a/number": 2.0, "val/b/number": 105.0})
+
+
+def _matches(pattern: str, text: str) -> bool:
+    import re
+
+    assert re.search(pattern, text, re.DOTALL), text
+    return True
+
+
+def test_tolerance_is_above_what_the_cut_itself_costs() -> None:
+    """Plain PyTorch alone, in another order of sums, moves by less: the tests above measure the trainer."""
+    from tests.trainer.several_runs import difference, global_batches, joint, reference
+
+    batches = global_batches()
+    other = reference(joint, [list(reversed(batch)) for batch in batches])
+    assert 0 < difference(reference(joint, batches), other) < TOLERANCE / 2
+    assert not torch.equal(other["a"]["0.weight"], torch.zeros(8, 4))

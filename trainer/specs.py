@@ -1,0 +1,125 @@
+"""What a run's models are, as the trainer is given them, and what makes one impossible."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer import distributed
+from trainer.adapters import check_lora
+from trainer.data.sources import TrainingData
+from trainer.plugins import Config, Facts, check_plugin, stage_of
+from trainer.updates import UpdatePlan, find_idle_step
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class ModelSpec:
+    """How one model is made and trained.
+
+    Args:
+        build: Returns the module; one with a parameter `dtype` is given the model's.
+        dtype: None: the plugin's, if it fixes one; else bfloat16 where the hardware computes in it, else float32.
+        optimizer: Called with the trainable parameters; a partial's keywords also fill the `auto`s of the plugin.
+        scheduler: Called with the optimizer; a partial's keywords that are "auto" become the number of updates.
+        gradient_accumulation_steps: Micro-batches per update; None: the trainer's.
+        plan: The windows in which the model's losses count.
+        data: Examples of its own; None: those that all models share.
+        freeze: Globs of parameter names that keep their start value.
+        lora: Settings of peft.LoraConfig; None or empty: no adapters.
+    """
+
+    build: Callable[..., nn.Module]
+    trainable: bool = True
+    dtype: torch.dtype | None = None
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    max_grad_norm: float | None = None
+    gradient_accumulation_steps: int | None = None
+    plan: UpdatePlan = field(default_factory=UpdatePlan)
+    data: TrainingData | None = None
+    freeze: list[str] = field(default_factory=list)
+    lora: Mapping[str, Any] | None = None
+
+
+@dataclass(kw_only=True)
+class RunFacts:
+    """What all models of a run share."""
+
+    batch_size: int
+    accumulation: int
+    num_steps: int
+    seed: int
+    trains: bool = True
+
+
+def check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Returns what makes a model impossible under its plugin's configuration."""
+    optimizer = name_of(spec.optimizer) if spec.optimizer is not None else None
+    problems = check_plugin(name, config, trainable=spec.trainable, optimizer=optimizer)
+    if spec.trainable and optimizer is None and "optimizer" not in config:
+        problems.append(f"models.{name} is trainable but has no optimizer; give ModelSpec(optimizer=...)")
+    problems += check_lora(
+        f"models.{name}", spec.lora or {}, trainable=spec.trainable, freeze=spec.freeze, stage=stage_of(config)
+    )
+    if dtype == torch.float16 and device.type == "cpu":
+        problems.append(f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16")
+    return problems
+
+
+def check_window(name: str, spec: ModelSpec, run: RunFacts) -> list[str]:
+    """Returns what is wrong with the windows in which a model is updated."""
+    problems = spec.plan.find_problems(name, run.num_steps if run.trains else None) if spec.trainable else []
+    if not spec.trainable and spec.plan != UpdatePlan():
+        problems.append(
+            f"models.{name} is frozen, so update_every, start_step and freeze_after mean nothing; drop them"
+        )
+    steps = spec.gradient_accumulation_steps
+    if steps is not None and (steps < 1 or run.accumulation % steps):
+        window = f"trainer.gradient_accumulation_steps={run.accumulation}"
+        problems.append(f"models.{name}.gradient_accumulation_steps={steps} must divide {window}")
+    return problems
+
+
+def tell_idle(models: Mapping[str, ModelSpec], run: RunFacts) -> None:
+    """Warns of a step that updates no model."""
+    step = find_idle_step([spec.plan for spec in models.values() if spec.trainable], run.num_steps)
+    if step is not None:
+        log.warning("step %d updates no model, by update_every, start_step and freeze_after of all; is it meant?", step)
+
+
+def facts_of(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.device) -> Facts:
+    """Returns what fills the `auto`s of a model's plugin."""
+    accumulation = spec.gradient_accumulation_steps or run.accumulation
+    return Facts(
+        micro_batch=spec.data.batch_size if spec.data is not None else run.batch_size,
+        accumulation=accumulation,
+        world_size=distributed.world_size(),
+        dtype=dtype,
+        trainable=spec.trainable,
+        max_grad_norm=spec.max_grad_norm,
+        num_updates=spec.plan.num_windows(run.num_steps) * (run.accumulation // accumulation),
+        optimizer=keywords_of(spec.optimizer),
+        scheduler=keywords_of(spec.scheduler),
+        on_gpu=device.type == "cuda",
+    )
+
+
+def name_of(maker: Any) -> str:
+    """Returns the name of a function, a partial of one, or an object's class; "constant" for none."""
+    function = maker.func if isinstance(maker, functools.partial) else maker
+    return "constant" if function is None else str(getattr(function, "__name__", type(function).__name__))
+
+
+def keywords_of(function: Any) -> Mapping[str, Any]:
+    """Returns the keywords of a partial, {} of another function."""
+    return function.keywords if isinstance(function, functools.partial) else {}

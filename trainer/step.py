@@ -1,0 +1,126 @@
+"""One global step: a window of micro-batches, from their losses to the updates of the models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainer.routing import Backward, receivers
+from trainer.tally import Tally
+from trainer.task import NonFiniteError, StepOutput
+from trainer.window import Window, check_output, owner
+
+if TYPE_CHECKING:
+    from trainer.handle import ModelHandle
+    from trainer.trainer import MultiModelTrainer
+
+
+class Step:
+    """Trains on one window; the hooks, the task and the models are the trainer's."""
+
+    def __init__(self, trainer: MultiModelTrainer, window: Window) -> None:
+        self.trainer, self.window = trainer, window
+        self.tally = Tally(trainer.device)
+        self.reduced: dict[str, float] = {}
+        self._losses: set[str] = set()  # their names among the metrics, such as student/loss
+        self.updating = [model for model in trainer.trained if model.is_updating]
+        _check_frozen(trainer.frozen)
+
+    def run(self) -> dict[str, float]:
+        """Returns the metrics of the window, means over the items of all ranks."""
+        trainer = self.trainer
+        for index, batch in enumerate(self.window.batches):
+            trainer.emit("on_train_batch_start", batch=batch, batch_idx=index)
+            for model in self.updating:
+                model.set_boundary(self.window.ends_update(index, model.accumulation))
+            trainer.enter_batch(is_filler=self.window.is_filler[index])
+            with torch.set_grad_enabled(bool(self.updating)):
+                output = trainer.as_output(trainer.task.training_step(batch, index))
+            self._backward(index, output)
+            stepping = [model for model in self.updating if self.window.ends_update(index, model.accumulation)]
+            if stepping or index == len(self.window) - 1:
+                self._update(stepping)
+            trainer.emit("on_train_batch_end", output=output, batch=batch, batch_idx=index)
+        return self.reduced
+
+    def _backward(self, index: int, output: StepOutput) -> None:
+        trainer = self.trainer
+        for name, (loss, group) in self._weighted_losses(index, output).items():
+            trainer.emit("on_before_backward", name=name, loss=loss)
+            Backward(name, group=group, trained=trainer.trained).run(loss)
+            trainer.emit("on_after_backward", name=name)
+        for model in trainer.trained:
+            model.output_nodes.clear()  # or they would keep the graph
+        weight = 0.0 if self.window.is_filler[index] else 1.0
+        for name, value in {**output.metrics, **trainer.logged}.items():
+            if name in self._losses:
+                raise ValueError(f"the metric '{name}' is the trainer's own; give it another name")
+            self.tally.add_metric(name, value, self.window.items(index, name), weight=weight)
+
+    def _weighted_losses(self, index: int, output: StepOutput) -> dict[str, tuple[Tensor, list[ModelHandle]]]:
+        """Returns one loss per backward, a share of the mean over the global batch, and the models that it trains."""
+        check_output(output, [model.name for model in self.trainer.trained])
+        groups = receivers([*output.losses, *output.sums], self.trainer.trained)
+        totals: dict[str, Tensor] = {}
+        for is_sum, losses in ((False, output.losses), (True, output.sums)):
+            for key, loss in losses.items():
+                name = owner(key)
+                share = self._share(index, key, loss, accumulation=self._accumulation(name, groups), is_sum=is_sum)
+                totals[name] = totals.get(name, 0) + share
+        for name in groups:
+            if not totals[name].requires_grad:
+                raise ValueError(f"the loss '{name}' depends on no trained model's weights (it has no graph)")
+        return {name: (totals[name], group) for name, group in groups.items()}
+
+    def _accumulation(self, name: str, groups: Mapping[str, list[ModelHandle]]) -> int:
+        """Returns the micro-batches per update of the models that a loss trains; where it trains none, of the trainer.
+
+        The models of a joint loss have one accumulation, which `receivers` sees to.
+        """
+        return groups[name][0].accumulation if name in groups else self.trainer.gradient_accumulation_steps
+
+    def _share(self, index: int, key: str, loss: Tensor, *, accumulation: int, is_sum: bool) -> Tensor:
+        """Returns a loss times its weight in the update that it belongs to, and adds it to the tally."""
+        weight = self.window.weight(index, key, accumulation=accumulation, is_sum=is_sum)
+        # float32 at least: a bfloat16 loss times a weight would round the whole update
+        share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
+        logged = share.detach() / (self.trainer.world_size * self.window.num_updates(accumulation))
+        self._losses.add(f"{owner(key)}/loss")
+        self.tally.add(f"{owner(key)}/loss", logged, 0.0)
+        self.tally.watch(key, loss)
+        return share
+
+    def _update(self, stepping: list[ModelHandle]) -> None:
+        """Steps the models whose accumulation ends here, once every loss is known to be finite on all ranks."""
+        trainer, self.reduced = self.trainer, self.tally.reduce()
+        losses = {name: self.reduced[name] for name in sorted(self._losses)}
+        _check_finite(losses, self.tally, step=trainer.global_step + 1)
+        self.reduced["loss"] = sum(losses.values())
+        for model in stepping:
+            trainer.emit("on_before_optimizer_step", name=model.name)
+        for model in stepping:
+            model.step()
+            trainer.emit("on_after_optimizer_step", name=model.name)
+
+
+def _check_frozen(frozen: list[ModelHandle]) -> None:
+    for model in frozen:
+        if any(parameter.requires_grad for parameter in model.module.parameters()):
+            raise ValueError(
+                f"models.{model.name} is frozen, but a weight of it requires a gradient, which no optimizer would use; "
+                f"leave requires_grad as it is, or set models.{model.name}.trainable=true"
+            )
+
+
+def _check_finite(losses: Mapping[str, float], tally: Tally, *, step: int) -> None:
+    bad = {name.removesuffix("/loss"): value for name, value in losses.items() if not math.isfinite(value)}
+    if bad:
+        raise NonFiniteError(
+            f"the loss of {', '.join(f'{name} is {value}' for name, value in bad.items())} at step {step} (not finite: "
+            f"{tally.find_non_finite()}); no model was updated. Is a mean taken over no items, a logarithm of 0, or is "
+            "the learning rate too high?"
+        )
