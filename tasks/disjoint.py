@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tasks.language import completion_mask, counted_logits, next_tokens, perplexities
+from tasks.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import cross_entropy
 from trainer import Batch, Metric, ModelHandle, StepOutput, TaskModule
 
@@ -15,6 +15,8 @@ class DisjointTask(TaskModule):
     A model with `models.<name>.data` learns from its own, all others from the shared ones. Frozen models are only
     scored in validations.
     """
+
+    batch_fields = BATCH_FIELDS
 
     def count_items(self, batch: Batch) -> dict[str, int | Tensor]:
         return {name: completion_mask(part).sum() for name, part in self._parts(batch).items()}

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.language import MASKS, common_vocabulary, completion_mask, counted_logits, next_tokens, perplexities
+from tasks.language import (
+    BATCH_FIELDS,
+    MASKS,
+    common_vocabulary,
+    completion_mask,
+    counted_logits,
+    next_tokens,
+    perplexities,
+)
 from tasks.losses import (
     TokenLoss,
     cross_entropy,
@@ -49,6 +57,8 @@ class DistillTask(TaskModule):
             `TokenLoss`; default: the term's name), `weight`, `temperature` and `mask` (completion: tokens with a
             label; all: every real token). A term of weight 0 is not computed.
     """
+
+    batch_fields = BATCH_FIELDS
 
     def __init__(
         self, *, student: str = "student", teacher: str = "teacher", terms: Mapping[str, Mapping[str, Any]]

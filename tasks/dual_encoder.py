@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule, gather_with_gradient
 
 RANKS = (1, 5)  # of the retrieval accuracies
+SAME = 1e-6  # similarities this near are equal: rounding in float32 must not rank equal vectors
 
 
 class DualEncoderTask(TaskModule):
@@ -27,6 +28,8 @@ class DualEncoderTask(TaskModule):
         temperature: Divides the cosine similarities.
     """
 
+    batch_fields = tuple(f"{side}_{part}" for side in ("query", "document") for part in ("input_ids", "attention_mask"))
+
     def __init__(self, *, query: str = "query", document: str = "document", temperature: float = 0.05) -> None:
         if not temperature > 0:
             raise ConfigError(f"task.temperature={temperature}: must be above 0")
@@ -41,6 +44,11 @@ class DualEncoderTask(TaskModule):
             for role, name in (("query", self.query), ("document", self.document))
             if name not in trainable
         ]
+
+    def setup(self, stage: str) -> None:
+        if self.trainer.own_data:
+            name = self.trainer.own_data[0]
+            raise ConfigError(f"models.{name}.data: both encoders read the same pairs; drop it, and set `data`")
 
     def count_items(self, batch: Batch) -> int:
         return len(batch["query_input_ids"])
@@ -60,13 +68,18 @@ class DualEncoderTask(TaskModule):
         return {"contrastive_loss": (losses.sum(), len(losses))}
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns how often a query's own document is among the nearest of the whole validation set."""
+        """Returns how often a query's own document is among the nearest of the whole validation set.
+
+        A document that is as near stands before the own one, and so does every one where a similarity is no number:
+        encoders that tell nothing apart find nothing.
+        """
         vectors, _ = gather_with_gradient(torch.cat(self._seen))
         self._seen.clear()
         queries, documents = vectors.unbind(1)
         similarities = queries @ documents.T
         own = similarities.diagonal().unsqueeze(1)
-        rank = (similarities > own).sum(1) + 1
+        is_behind = similarities < own - SAME
+        rank = (~is_behind).sum(1)  # the own one is not behind itself
         found = {f"top{k}_accuracy": (rank <= k).float().mean().item() for k in RANKS}
         return {**found, "mean_reciprocal_rank": rank.reciprocal().float().mean().item()}
 
@@ -74,6 +87,11 @@ class DualEncoderTask(TaskModule):
         """Returns unit vectors of this rank's queries and documents, (B, D) each; of a filler none."""
         count = 0 if self.trainer.is_filler else self.count_items(batch)
         queries, documents = self._embed(self.query, "query", batch), self._embed(self.document, "document", batch)
+        if queries.shape != documents.shape:
+            raise ValueError(
+                f"models.{self.query} gives vectors of size {queries.shape[1]}, models.{self.document} of size "
+                f"{documents.shape[1]}; to be compared they must have the same"
+            )
         return queries[:count], documents[:count]
 
     def _embed(self, name: str, field: str, batch: Batch) -> Tensor:

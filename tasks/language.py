@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+BATCH_FIELDS = ("input_ids", "labels")
+
+
 def all_mask(batch: Batch) -> Tensor:
     """Returns which positions hold a real token whose next token is real and of the same document, (B, T-1) bool.
 
@@ -100,7 +103,7 @@ def common_vocabulary(models: Sequence[ModelHandle], *, tokenizer: PreTrainedTok
 def perplexities(metrics: dict[str, float]) -> dict[str, float]:
     """Returns a perplexity for every cross-entropy, "small/perplexity" for "small/cross_entropy"."""
     return {
-        name.replace("cross_entropy", "perplexity"): math.exp(value) if value < 700 else math.inf
+        name.removesuffix("cross_entropy") + "perplexity": math.exp(value) if value < 700 else math.inf
         for name, value in metrics.items()
         if name.rpartition("/")[2] == "cross_entropy"
     }

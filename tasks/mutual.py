@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tasks.language import common_vocabulary, completion_mask, counted_logits, next_tokens, perplexities
+from tasks.language import BATCH_FIELDS, common_vocabulary, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import cross_entropy, forward_kl
 from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule
 
@@ -22,6 +22,8 @@ class MutualTask(TaskModule):
         weight: Of the peers' part; 1 in the paper.
         temperature: Divides the logits of that part, which comes times its square.
     """
+
+    batch_fields = BATCH_FIELDS
 
     def __init__(self, *, weight: float = 1.0, temperature: float = 1.0) -> None:
         if not weight >= 0:

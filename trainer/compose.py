@@ -88,9 +88,13 @@ def compose_run(request: Request) -> Composition:
     lines = [*_without_callbacks(chosen, base), *(open_free_key(str(o.input_line), base) for o in values)]
     good, cfg, found = _compose_values(request, groups, lines, base)
     problems += found
+    unresolved = list(_unresolvable(cfg)) if intact else []
     if intact:
-        problems += [*_untyped_keys(cfg), *_unresolvable(cfg)]
-    return _composed(cfg if intact else None, overrides=good, problems=problems, rejected=_rejected(request, good))
+        problems += [*_untyped_keys(cfg), *unresolved]
+    # what cannot be resolved cannot be checked any further
+    return _composed(
+        cfg if intact and not unresolved else None, overrides=good, problems=problems, rejected=_rejected(request, good)
+    )
 
 
 def start_hydra(request: Request) -> None:

@@ -47,6 +47,7 @@ class TaskModule:
     models: Mapping[str, ModelHandle] = MappingProxyType({})  # given by the trainer, there from `setup` on
     trainer: MultiModelTrainer
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
+    batch_fields: tuple[str, ...] = ()  # what every batch must hold, checked before a model is built
     metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:

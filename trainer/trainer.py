@@ -17,7 +17,7 @@ from trainer import distributed
 from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
 from trainer.config import ConfigError
 from trainer.data.loader import MicroBatch
-from trainer.data.sources import TrainingData, TrainSources, ValidationSources, name_sources
+from trainer.data.sources import TrainingData, TrainSources, ValidationSources, find_missing_fields, name_sources
 from trainer.engines import Engines, Plugin
 from trainer.handle import ModelHandle
 from trainer.heartbeat import sign_of_life
@@ -205,6 +205,9 @@ class MultiModelTrainer:
         self.tokenizers = {name: (spec.data or data).tokenizer for name, spec in models.items()}
         own = {name: spec.data for name, spec in models.items() if spec.data is not None}
         self.own_data, sources = list(own), name_sources(data, own)
+        problems = find_missing_fields(sources, task.batch_fields)
+        if problems:
+            raise ConfigError(*problems)
         self.train_loader, self.validation_loader = self._loaders(sources)
         self.max_steps = self._number_of_steps()
         self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)

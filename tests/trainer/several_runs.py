@@ -401,6 +401,54 @@ def check_refusals(folder: Path) -> dict[str, Any]:
     return found
 
 
+COLLECTIVES = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all_single",
+)  # fmt: skip
+
+
+class Collectives(Callback):
+    """Counts those that the training takes, from the second step on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._originals: dict[str, Any] = {}
+
+    def on_train_step_start(self, trainer: MultiModelTrainer, task: TaskModule, step: int) -> None:
+        if step == 2:
+            for name in COLLECTIVES:
+                self._originals[name] = getattr(torch.distributed, name)
+                setattr(torch.distributed, name, functools.partial(self._counted, self._originals[name]))
+
+    def _counted(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return original(*args, **kwargs)
+
+    def on_train_end(self, trainer: MultiModelTrainer, task: TaskModule) -> None:
+        for name, original in self._originals.items():
+            setattr(torch.distributed, name, original)
+
+
+def only(name: str) -> Callable[..., dict[str, Tensor]]:
+    return lambda models, batch: {name: (models[name](batch["x"]) - batch["y"]).pow(2).mean()}
+
+
+def check_reductions(folder: Path) -> dict[str, tuple[int, int]]:
+    """Collectives of a window of 3 of a beside windows of 1 of b, and of the same two models in runs of their own."""
+    found = {}
+    for stages in ((1, 2), (2, 1), (3, 2), (0, 3)):
+        together, slow, fast = Collectives(), Collectives(), Collectives()
+        plugins = {"a": zero(stages[0]), "b": zero(stages[1])}
+        models = {"a": spec("a"), "b": spec("b", gradient_accumulation_steps=1)}
+        fit(LossTask(disjoint), plugins, models, accumulation=3, steps=3, callbacks={"count": together})
+        fit(LossTask(only("a")), {"a": plugins["a"]}, {"a": spec("a")}, accumulation=3, steps=3,
+            callbacks={"count": slow})  # fmt: skip
+        fit(LossTask(only("b")), {"b": plugins["b"]}, {"b": spec("b")}, steps=7, callbacks={"count": fast},
+            data=TrainingData(train=make_data(), batch_size=4))  # fmt: skip
+        found[str(stages)] = (together.count, slow.count + fast.count)
+    return found
+
+
 class OwnDataTask(TaskModule):
     """Each model on its own examples; says which it saw."""
 
@@ -450,6 +498,7 @@ CHECKS = {
     "overflow": check_overflow,
     "refusals": check_refusals,
     "own data": check_own_data,
+    "reductions": check_reductions,
 }
 
 

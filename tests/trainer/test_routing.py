@@ -149,6 +149,15 @@ def test_models_of_a_joint_loss_must_step_together(found: list[dict[str, Any]]) 
         )
 
 
+def test_a_short_window_beside_a_long_one_costs_no_extra_reductions(found: list[dict[str, Any]]) -> None:
+    """2 steps of 3 micro-batches: a updates twice and b 6 times, in one run and in two."""
+    for rank in found:
+        assert len(rank["reductions"]) == 4
+        for stages, (together, apart) in rank["reductions"].items():
+            assert together <= apart, stages
+            assert together > 0 or len(found) == 1
+
+
 def test_each_model_reads_its_own_data_and_no_example_is_left_out(found: list[dict[str, Any]]) -> None:
     seen = {name: [x for rank in found for window in rank["own data"]["seen"][name] for x in window] for name in "ab"}
 

@@ -44,10 +44,14 @@ class TextFields(Dataset[dict[str, Tensor]]):
             raise ConfigError(f"part={part}: must be one of {', '.join(PARTS)}")
         if not 0 < validation_fraction < 1:
             raise ConfigError(f"validation_fraction={validation_fraction}: must lie between 0 and 1")
+        if not max_length >= 1:  # the tokenizer takes 0 for no limit
+            raise ConfigError(f"max_length={max_length}: must be at least 1")
+        if not fields:
+            raise ConfigError("fields is empty; name the keys of a row that are read")
         rows = load_rows(source)
+        _check_fields(rows, fields, source)
         if part != "all":
             rows = split_rows(rows, fraction=validation_fraction, seed=seed)[part == "validation"]
-        _check_fields(rows, fields, source)
         encode = load_tokenizer(tokenizer)
         self._columns = {
             field: encode([row[field] for row in rows], truncation=True, max_length=max_length)["input_ids"]
@@ -89,6 +93,6 @@ def _check_fields(rows: list[Row], fields: list[str], source: str) -> None:
             value: Any = row.get(field)
             if not isinstance(value, str) or not value.strip():
                 raise ConfigError(
-                    f"{source}, row {index + 1} after the split: '{field}' is {value!r}; it must be text "
+                    f"{source}, row {index + 1}: '{field}' is {value!r}; it must be text "
                     f"(the row has {', '.join(row)})"
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,24 @@ def name_sources(shared: TrainingData, own: Mapping[str, TrainingData]) -> dict[
     """Returns the sets by the model whose they are, the shared one first, where it holds anything."""
     has_shared = shared.train is not None or shared.validation is not None
     return ({SHARED: shared} if has_shared or not own else {}) | dict(own)
+
+
+def find_missing_fields(sources: Mapping[str, TrainingData], needed: Sequence[str]) -> list[str]:
+    """Returns what is wrong with batches that lack a field, seen from the first example of each set."""
+    found = []
+    for name, source in sources.items():
+        for part, dataset in (("train", source.train), ("validation", source.validation)):
+            if dataset is None or not needed or len(dataset) == 0:  # type: ignore[arg-type]
+                continue
+            batch = source.collate([dataset[0]])
+            missing = [field for field in needed if field not in batch]
+            if missing:
+                key = f"data.{part}" if name == SHARED else f"models.{name}.data.{part}"
+                found.append(
+                    f"{key}: the task needs '{missing[0]}' in every batch, but these examples give {', '.join(batch)}; "
+                    "choose data of the kind that the task is for"
+                )
+    return found
 
 
 class TrainSources:

@@ -60,11 +60,13 @@ def measure(command: list[str]) -> Numbers:
         result = Path(folder) / "numbers.json"
         environment = {**os.environ, RESULT: str(result), START: str(time.time()), "DS_ACCELERATOR": "cpu"}
         environment.setdefault("OMP_NUM_THREADS", "1")
+        began = time.perf_counter()
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+        total = time.perf_counter() - began
         numbers: Numbers = json.loads(result.read_text(encoding="utf-8"))
-        return numbers
+        return {**numbers, "total time (s)": total}
 
 
 def compare(num_ranks: int, num_steps: int, repeats: int) -> Table:
