@@ -71,7 +71,7 @@ class HalfTask(LossTask):
 def run_precisions(half: torch.dtype) -> Found:
     """a in half precision beside b in float32, under every stage: equal training, an overflow, and a joint loss."""
     found: Found = {}
-    for stage in (0, 1, 2, 3):
+    for stage in (1, 2, 3) if half == torch.float16 else (0, 1, 2, 3):
         plugins, models = {"a": zero(stage), "b": zero(2)}, {"a": spec("a", dtype=half), "b": spec("b")}
         for losses in (disjoint, mutual):
             trainer = fit(HalfTask(losses), plugins, models)
@@ -131,7 +131,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_float16_beside_float32_on_a_gpu(on_gpu: Found, stage: int) -> None:
     check(on_gpu, stage=stage, half=torch.float16)
 

@@ -281,6 +281,12 @@ def check_values(key: str, config: Mapping[str, Any], facts: Facts) -> list[str]
         resolve(key, config, facts)
     except ConfigError as error:
         return error.problems
+    if facts.trainable and facts.dtype == torch.float16 and stage_of(config) == 0:
+        # engine.backward of DeepSpeed 0.19.8 scales the loss for ZeRO's optimizers only
+        return [
+            f"{key}: ZeRO-0 in float16 would train on gradients divided by a loss scale that DeepSpeed never multiplied "
+            "the loss by; use zero1, or bfloat16"
+        ]
     return []
 
 

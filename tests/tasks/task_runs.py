@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,6 @@ from unittest import mock
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import tasks.dual_encoder
@@ -232,48 +232,50 @@ def fit(
 
 # The cases
 
+# What each world size runs: every question on two ranks, on one and three what may differ there.
+CASES = {
+    1: "shared swapped own window | two frozen weight-0 padded own-data | eight uneven accumulated validated refused",
+    2: "shared own window | two three frozen padded | eight uneven accumulated detached validated",
+    3: "shared own | two three | eight uneven accumulated detached",
+}
 
-def run_disjoint(world_size: int) -> dict[str, Found]:
-    pair = {"small": zero(1), "large": zero(3)}
-    models = {name: trained(llama, name) for name in pair}
-    shared = functools.partial(shared_data, world_size)
+
+def run_disjoint(world_size: int) -> dict[str, Callable[[], Found]]:
     own = texts_data(own_texts(), own_validation(), batch_size=OWN // world_size)
-    with_judge = {**pair, "judge": {"replicate": True}}
+    small, large = trained(llama, "small"), trained(llama, "large")
+
+    def run(stages: tuple[int, int] = (1, 3), **models: ModelSpec) -> Found:
+        plugins = {"small": zero(stages[0]), "large": zero(stages[1]), "judge": {"replicate": True}}
+        models = {"small": small, "large": large, **models}
+        task, data = DisjointTask(), shared_data(world_size)
+        return fit(task, models, {name: plugins[name] for name in models}, data)[1]
+
     return {
-        "shared": fit(DisjointTask(), {**models, "judge": frozen("judge")}, with_judge, shared())[1],
-        "swapped": fit(DisjointTask(), models, {"small": zero(3), "large": zero(1)}, shared())[1],
-        "own": fit(DisjointTask(), {**models, "small": trained(llama, "small", data=own)}, pair, shared())[1],
-        "window": fit(
-            DisjointTask(),
-            {**models, "small": trained(llama, "small", plan=UpdatePlan(update_every=2))},
-            pair,
-            shared(),
-        )[1],
+        "shared": lambda: run(judge=frozen("judge")),
+        "swapped": lambda: run((3, 1)),
+        "own": lambda: run(small=trained(llama, "small", data=own)),
+        "window": lambda: run(small=trained(llama, "small", plan=UpdatePlan(update_every=2))),
     }
 
 
-def run_mutual(world_size: int) -> dict[str, Found]:
-    pair = {"small": zero(1), "large": zero(3)}
-    models = {name: trained(llama, name) for name in pair}
-    shared = functools.partial(shared_data, world_size)
+def run_mutual(world_size: int) -> dict[str, Callable[[], Found]]:
     own = texts_data(own_texts(), own_validation(), batch_size=2)
-    found = {
-        "two": fit(MutualTask(weight=0.5, temperature=2.0), models, pair, shared())[1],
-        "three": fit(
-            MutualTask(), {**models, "third": trained(llama, "third")}, {**pair, "third": zero(2)}, shared()
-        )[1],
-        "weight 0": fit(MutualTask(weight=0.0), models, pair, shared())[1],
-        "frozen peer": fit(
-            MutualTask(), {"small": models["small"], "judge": frozen("judge")}, {"small": zero(3), "judge": zero(3)},
-            shared(),
-        )[1],
-        "padded": fit(
-            MutualTask(), {"padded": trained(llama, "padded"), "large": models["large"]},
-            {"padded": zero(2), "large": zero(3)}, shared(tokens=TOKENS),
-        )[1],
-    }  # fmt: skip
-    with_own = {**models, "small": trained(llama, "small", data=own)}
-    return {**found, "own data": error_of(lambda: fit(MutualTask(), with_own, pair, shared()))}
+    stages = {"small": 1, "large": 3, "third": 2, "judge": 3, "padded": 2}
+
+    def run(*names: str, tokens: int = 0, data: TrainingData | None = None, **settings: float) -> Found:
+        models = {name: frozen(name) if name == "judge" else trained(llama, name) for name in names}
+        models[names[0]].data = data
+        plugins = {name: zero(stages[name]) for name in names}
+        return fit(MutualTask(**settings), models, plugins, shared_data(world_size, tokens=tokens))[1]
+
+    return {
+        "two": lambda: run("small", "large", weight=0.5, temperature=2.0),
+        "three": lambda: run("small", "large", "third"),
+        "frozen": lambda: run("small", "judge"),
+        "weight-0": lambda: run("small", "large", weight=0.0),
+        "padded": lambda: run("padded", "large", tokens=TOKENS),
+        "own-data": lambda: error_of(lambda: run("small", "large", data=own)),
+    }
 
 
 def error_of(function: Callable[[], Any]) -> dict[str, Any]:
@@ -291,13 +293,10 @@ ENCODER_LR = 0.05
 UNEVEN = {1: 11, 2: 9, 3: 11}
 
 
-def encoders(**options: Any) -> dict[str, ModelSpec]:
-    return {name: trained(encoder, name, lr=ENCODER_LR, **options) for name in ENCODERS}
-
-
-def pairs_data(count: int, *, batch_size: int, validation: Dataset[Any] | None = None) -> TrainingData:
-    pairs: Any = make_pairs(count)
-    return TrainingData(train=pairs, validation=validation, batch_size=batch_size, collate=collate_pairs)
+def pairs_data(count: int, *, batch_size: int) -> TrainingData:
+    train: Any = make_pairs(count)
+    validation: Any = validation_pairs()
+    return TrainingData(train=train, validation=validation, batch_size=batch_size, collate=collate_pairs)
 
 
 def validation_pairs() -> list[dict[str, Tensor]]:
@@ -310,40 +309,51 @@ def detached_gather(rows: Tensor) -> tuple[Tensor, int]:
     return torch.cat([everything[:first], rows, everything[first + len(rows) :]]), first
 
 
-def run_dual(world_size: int) -> dict[str, Found]:
-    size, held_out = MICRO[world_size], validation_pairs()
-    validation: Any = held_out
+def run_dual(world_size: int) -> dict[str, Callable[[], Any]]:
+    size = MICRO[world_size]
 
-    def run(count: int, *, task: DualEncoderTask | None = None, **options: Any) -> tuple[MultiModelTrainer, Found]:
-        data = pairs_data(count, batch_size=size, validation=validation)
-        return fit(task or DualEncoderTask(temperature=0.2), encoders(), ENCODERS, data, **options)
+    def run(count: int, *, build: str = "query", own: TrainingData | None = None, **options: Any) -> Any:
+        models = {"query": encoder_spec(build), "document": encoder_spec("document")}
+        models["query"].data = own
+        task, data = DualEncoderTask(temperature=TEMPERATURE), pairs_data(count, batch_size=size)
+        return fit(task, models, ENCODERS, data, **options)
 
-    trainer, eight = run(8, val_every=2)
-    eight["rescored"] = [trainer.evaluate(limit_batches=1)[0] for _ in range(2)]
-    eight["evaluated"] = trainer.evaluate()[0]
-    found = {
+    def eight() -> Found:
+        trainer, found = run(8, val_every=2)
+        found["rescored"] = [trainer.evaluate(limit_batches=1)[0] for _ in range(2)]
+        found["evaluated"] = trainer.evaluate()[0]
+        return found
+
+    def detached() -> Found:
+        with mock.patch.object(tasks.dual_encoder, "gather_with_gradient", detached_gather):
+            return run(8)[1]
+
+    return {
         "eight": eight,
-        "uneven": run(UNEVEN[world_size])[1],
-        "accumulated": run(4 * size * world_size, gradient_accumulation_steps=2)[1],
+        "uneven": lambda: run(UNEVEN[world_size])[1],
+        "accumulated": lambda: run(4 * size * world_size, gradient_accumulation_steps=2)[1],
+        "detached": detached,
+        "validated": lambda: {str(batch_size): validate(batch_size) for batch_size in (2, 13)},
+        "refused": lambda: {
+            "sizes": error_of(lambda: run(8, build="narrow")),
+            "own data": error_of(lambda: run(8, own=pairs_data(8, batch_size=2))),
+        },
     }
-    with mock.patch.object(tasks.dual_encoder, "gather_with_gradient", detached_gather):
-        found["detached"] = run(8)[1]
-    found["validated"] = {
-        str(batch_size): validate(pairs_data(8, batch_size=batch_size, validation=validation))
-        for batch_size in (1, 2, 13)
-    }
-    narrow = {**encoders(), "query": trained(encoder, "narrow")}
-    data = pairs_data(8, batch_size=size)
-    found["sizes"] = error_of(lambda: fit(DualEncoderTask(), narrow, ENCODERS, data))
-    own = {**encoders(), "query": trained(encoder, "query", data=pairs_data(8, batch_size=2))}
-    found["own data"] = error_of(lambda: fit(DualEncoderTask(), own, ENCODERS, data))
-    return found
 
 
-def validate(data: TrainingData) -> dict[str, float]:
+TEMPERATURE = 0.2
+
+
+def encoder_spec(name: str) -> ModelSpec:
+    return trained(encoder, name, lr=ENCODER_LR)
+
+
+def validate(batch_size: int) -> dict[str, float]:
     reset_accelerate()
     trainer = MultiModelTrainer(ENCODERS, max_steps=1)
-    return trainer.validate(DualEncoderTask(temperature=0.2), models=encoders(), data=data)
+    models = {name: encoder_spec(name) for name in ENCODERS}
+    task, data = DualEncoderTask(temperature=TEMPERATURE), pairs_data(8, batch_size=batch_size)
+    return trainer.validate(task, models=models, data=data)
 
 
 GATHERED = (2, 0, 3)  # rows of each rank
@@ -367,13 +377,18 @@ def run_gather(rank: int) -> Found:
 
 
 def run_tasks(folder: Path) -> dict[str, Any]:
-    """Returns the findings of all tasks by name; weights are on rank 0 only."""
+    """Returns the findings of all tasks by name and case; weights are on rank 0 only."""
+    import deepspeed  # noqa: F401
+
     from trainer import distributed
 
+    # Each run makes several full collections, which go through all that the libraries hold; 0.4 s each.
+    gc.freeze()
     world_size = distributed.world_size()
-    return {
-        "disjoint": run_disjoint(world_size),
-        "mutual": run_mutual(world_size),
-        "dual": run_dual(world_size),
-        "gather": run_gather(distributed.rank()),
-    }
+    wanted = [part.split() for part in CASES[world_size].split("|")]
+    runs = {"disjoint": run_disjoint, "mutual": run_mutual, "dual": run_dual}
+    found: dict[str, Any] = {}
+    for (task, make), names in zip(runs.items(), wanted, strict=True):
+        cases: Mapping[str, Callable[[], Any]] = make(world_size)
+        found[task] = {name: cases[name]() for name in names}
+    return {**found, "gather": run_gather(distributed.rank())}

@@ -244,3 +244,29 @@ def test_a_taken_folder_is_not_used_again(tmp_path: Path):
 )
 def test_nearest_looks_at_the_whole_key_and_at_its_end(word: str, near: str | None):
     assert nearest(word, ["trainer.max_steps", "trainer.val_every", "seed"]) == near
+
+
+@pytest.mark.parametrize("value", ["${nope.x}", "${trainer.max_steps.x}"])
+def test_a_reference_that_leads_nowhere_is_a_problem_of_its_key_and_stops_further_checks(value: str) -> None:
+    composition = compose_with("task=dual_encoder", f"data.train.source={value}")
+
+    assert composition.cfg is None
+    assert [problem.partition(":")[0] for problem in composition.problems] == [
+        f"data.train.source={value}",
+        "data.validation.source=${..train.source}",
+    ]
+
+
+def test_a_model_takes_data_of_its_own_with_keys_that_its_node_does_not_list() -> None:
+    composition = compose_with(
+        "data@models.student.data=definitions",
+        "models.student.data.train.source=pairs.jsonl",
+        "models.student.data.batch_size=3",
+        "models.student.data.train.other=1",
+    )
+
+    assert composition.problems == []
+    data = composition.cfg.models.student.data
+    assert (data.train.source, data.validation.source, data.batch_size) == ("pairs.jsonl", "pairs.jsonl", 3)
+    assert data.train.other == 1
+    assert composition.cfg.models.teacher.data is None

@@ -16,6 +16,7 @@ from trainer.plugins import (
     Facts,
     check_plugin,
     check_plugins,
+    check_values,
     dtype_of,
     log_rewrites,
     read_plugin,
@@ -460,3 +461,12 @@ def test_adam_block_compiles_no_gpu_kernel_on_a_cpu(config: dict[str, Any], on_g
     params = resolve(KEY, given, facts(on_gpu=on_gpu))["optimizer"]["params"]
 
     assert params.get("torch_adam") is torch_adam
+
+
+def test_zero0_in_float16_is_refused_since_its_loss_would_not_be_scaled() -> None:
+    (problem,) = check_values(KEY, zero(0), facts(dtype=torch.float16))
+
+    assert "ZeRO-0 in float16" in problem and "use zero1" in problem
+    assert check_values(KEY, zero(1), facts(dtype=torch.float16)) == []
+    assert check_values(KEY, zero(0), facts(dtype=torch.bfloat16)) == []
+    assert check_values(KEY, zero(0), facts(dtype=torch.float16, trainable=False)) == []

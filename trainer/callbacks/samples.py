@@ -54,12 +54,13 @@ class SampleTable(Callback):
         return [[prompt, *(texts[i] for texts in self.answers.values())] for i, prompt in enumerate(self.prompts)]
 
     def setup(self, trainer: MultiModelTrainer, task: TaskModule, stage: str) -> None:
-        if trainer.tokenizer is None:
+        speakers = _speakers(trainer)
+        if any(trainer.tokenizers[name] is None for name in speakers):
             raise ConfigError(
                 "callbacks.samples needs a tokenizer, and no model brings one; set data.tokenizer to a folder or a hub "
                 "name, or leave the callback out"
             )
-        if not _speakers(trainer):
+        if not speakers:
             raise ConfigError(
                 f"callbacks.samples needs a model that can generate, and none of {', '.join(trainer.models)} can; "
                 "leave the callback out"
@@ -86,7 +87,7 @@ class SampleTable(Callback):
             trainer.log_table("samples", columns=self.columns, rows=self.rows, step=trainer.global_step)
 
     def _answers_of(self, handle: ModelHandle, trainer: MultiModelTrainer) -> list[str]:
-        tokenizer = trainer.tokenizer
+        tokenizer = trainer.tokenizers[handle.name]
         assert tokenizer is not None  # checked in setup
         ends = end_tokens(handle.module, tokenizer)
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(ends, default=0)

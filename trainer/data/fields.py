@@ -93,6 +93,5 @@ def _check_fields(rows: list[Row], fields: list[str], source: str) -> None:
             value: Any = row.get(field)
             if not isinstance(value, str) or not value.strip():
                 raise ConfigError(
-                    f"{source}, row {index + 1}: '{field}' is {value!r}; it must be text "
-                    f"(the row has {', '.join(row)})"
+                    f"{source}, row {index + 1}: '{field}' is {value!r}; it must be text (the row has {', '.join(row)})"
                 )

@@ -43,7 +43,7 @@ class Echo(nn.Module):
 
 
 def handle(module: nn.Module, *, trainable: bool) -> Any:
-    return SimpleNamespace(module=module, trainable=trainable, generate=getattr(module, "generate", None))
+    return SimpleNamespace(name="", module=module, trainable=trainable, generate=getattr(module, "generate", None))
 
 
 def stand_in(tokenizer: Any = None, **models: Any) -> Any:
@@ -53,11 +53,13 @@ def stand_in(tokenizer: Any = None, **models: Any) -> Any:
         "teacher": handle(Echo().eval(), trainable=False),
         "reward": handle(nn.Linear(1, 1), trainable=True),
     }
+    for name, model in models.items():
+        model.name = name
     return SimpleNamespace(
         is_main=True,
         device=torch.device("cpu"),
         global_step=3,
-        tokenizer=tokenizer or Letters(),
+        tokenizers=dict.fromkeys(models, tokenizer or Letters()),
         models=models,
         tables=tables,
         log_table=lambda name, **table: tables.append((name, table)),
@@ -108,7 +110,7 @@ def test_the_chat_template_wraps_the_prompt() -> None:
 
 def test_a_missing_tokenizer_or_speaker_is_refused_at_setup() -> None:
     trainer = stand_in()
-    trainer.tokenizer = None
+    trainer.tokenizers["teacher"] = None
     with pytest.raises(ConfigError, match=r"needs a tokenizer.*data.tokenizer"):
         SampleTable(prompts=["a"]).setup(trainer, None, "fit")
     with pytest.raises(ConfigError, match="can generate, and none of reward can"):
