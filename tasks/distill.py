@@ -58,7 +58,7 @@ class DistillTask(TaskModule):
             label; all: every real token). A term of weight 0 is not computed.
     """
 
-    batch_fields = BATCH_FIELDS
+    batch_fields, reads_one_batch = BATCH_FIELDS, True
 
     def __init__(
         self, *, student: str = "student", teacher: str = "teacher", terms: Mapping[str, Mapping[str, Any]]

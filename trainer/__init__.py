@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainer.specs import ModelSpec
     from trainer.task import IGNORED, Batch, Metric, NonFiniteError, StepOutput, TaskModule
     from trainer.trainer import MultiModelTrainer
+    from trainer.updates import UpdatePlan
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ __all__ = [
     "StepOutput",
     "TaskModule",
     "TrainingData",
+    "UpdatePlan",
     "gather_with_gradient",
     "model_inputs",
 ]
@@ -42,6 +44,7 @@ _HOMES = {
     "ModelHandle": "trainer.handle",
     "MultiModelTrainer": "trainer.trainer",
     "TrainingData": "trainer.data.sources",
+    "UpdatePlan": "trainer.updates",
     "model_inputs": "trainer.data.collate",
 }
 

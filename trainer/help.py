@@ -31,6 +31,7 @@ CHOICES = """\
 choices of one model
   model@models.<name>.build=<model>              plugin@models.<name>.plugin=<plugin>
   optimizer@models.<name>.optimizer=<optimizer>  scheduler@models.<name>.scheduler=<scheduler>
+  data@models.<name>.data=<data>                 examples of its own; default: the shared ones
   plugin@models.<name>.plugin=file models.<name>.plugin.path=ds_config.json
   models.<name>.{build,plugin,optimizer,scheduler}.<any key>=...   checked against what the object takes
   task.<key>=...   task.terms.<term>.{function,weight,temperature,mask}=...   callbacks.<name>.<key>=...

@@ -283,10 +283,8 @@ def check_values(key: str, config: Mapping[str, Any], facts: Facts) -> list[str]
         return error.problems
     if facts.trainable and facts.dtype == torch.float16 and stage_of(config) == 0:
         # engine.backward of DeepSpeed 0.19.8 scales the loss for ZeRO's optimizers only
-        return [
-            f"{key}: ZeRO-0 in float16 would train on gradients divided by a loss scale that DeepSpeed never multiplied "
-            "the loss by; use zero1, or bfloat16"
-        ]
+        why = "its gradients would be divided by a loss scale that DeepSpeed never multiplied the loss by"
+        return [f"{key}: ZeRO-0 cannot train in float16: {why}; use zero1, or bfloat16"]
     return []
 
 

@@ -115,8 +115,8 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
     out.print(closing_table(columns, rows))
     if samples is not None and samples.answers:
         out.print(sample_panel(samples.columns, samples.rows, limit=4))
-    if isinstance(cfg.data.train, str) and cfg.data.train.startswith("embedded:"):
-        out.print("This is a demonstration on a small embedded text; docs/distillation.md says what to expect of it.")
+    if any(source.startswith("embedded:") for source in _sources(cfg, list(cfg.models))):
+        out.print("This is a demonstration on a small embedded text: docs/index.md leads to what to expect of it.")
     assert trainer.folder is not None
     for folder in sorted((trainer.folder / "export").glob("*")):
         build = cfg.models[folder.name].build
@@ -131,7 +131,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
             adapter_base=(base_class(folder), base_name(folder)) if is_adapter else None,
             base_model=build.get("name"),
             teacher=teacher,
-            data=[cfg.data.train] if isinstance(cfg.data.train, str) else [],
+            data=_sources(cfg, [folder.name]),
             columns=columns,
             rows=rows,
             sample_columns=samples.columns if samples is not None and samples.answers else (),
@@ -140,6 +140,13 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         out.print(f"exported: {folder}", highlight=False)
+
+
+def _sources(cfg: DictConfig, models: list[str]) -> list[str]:
+    """Returns the files and hub names that models were trained on."""
+    nodes = [cfg.data if cfg.models[name].data is None else cfg.models[name].data for name in models]
+    found = [node.train if isinstance(node.train, str) else node.train.get("source") for node in nodes]
+    return list(dict.fromkeys(source for source in found if isinstance(source, str)))
 
 
 def _closing_rows(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -47,6 +47,8 @@ class TaskModule:
     models: Mapping[str, ModelHandle] = MappingProxyType({})  # given by the trainer, there from `setup` on
     trainer: MultiModelTrainer
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
+    own_data: Sequence[str] = ()  # the models with examples of their own; given by the trainer
+    reads_one_batch: bool = False  # whether all models must read the same examples, so that none may have its own
     batch_fields: tuple[str, ...] = ()  # what every batch must hold, checked before a model is built
     metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
 
@@ -72,21 +74,18 @@ class TaskModule:
         By default the labels that count (not -100, after the shift), else the examples; where models have data of their
         own, by model.
         """
-        if not any(self.has_own_data(batch, name) for name in self.models):
+        if not self.own_data:
             return _count(batch)
         return {name: _count(self.batch_of(name, batch)) for name in self.models if self.batch_of(name, batch)}
 
     def batch_of(self, name: str, batch: Batch) -> Batch:
-        """Returns a model's part of a batch: its own examples where it has data of its own, else the shared ones."""
-        if self.has_own_data(batch, name):
-            part: Batch = batch[name]
-            return part
-        return {key: value for key, value in batch.items() if key not in self.models}
+        """Returns a model's part of a batch: its own examples where it has data of its own, else the shared ones.
 
-    @staticmethod
-    def has_own_data(batch: Batch, name: str) -> bool:
-        """Returns whether a model finds examples of its own in a batch: they stand under its name."""
-        return isinstance(batch.get(name), Mapping)
+        {} where there are none, as in a validation of a model whose own data have no validation set.
+        """
+        if name in self.own_data:
+            return dict(batch.get(name, {}))
+        return {key: value for key, value in batch.items() if key not in self.own_data}
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor | StepOutput:
         """Returns the losses of one micro-batch."""
@@ -109,6 +108,19 @@ class TaskModule:
     def log(self, name: str, value: Tensor | float) -> None:
         """Adds a mean over this micro-batch's items to the metrics: `train/<name>`, or `val/<name>` in a validation."""
         self.trainer.log(name, torch.as_tensor(value).detach())
+
+
+def find_role_problems(
+    task: TaskModule, *, trainable: Mapping[str, bool], own_data: Sequence[str], stage: str
+) -> list[str]:
+    """Returns what is wrong with the run's models and their data for a task, before any of them is built."""
+    problems = task.check_models(trainable, stage=stage)
+    if task.reads_one_batch:
+        problems += [
+            f"models.{name}.data: the models of {type(task).__name__} read the same examples; drop it, and set `data`"
+            for name in own_data
+        ]
+    return problems
 
 
 def _count(batch: Batch) -> int | Tensor:

@@ -27,7 +27,7 @@ from trainer.seeds import seed_everything
 from trainer.specs import ModelSpec, RunFacts
 from trainer.step import Step
 from trainer.tally import Tally
-from trainer.task import Batch, StepOutput, TaskModule
+from trainer.task import Batch, StepOutput, TaskModule, find_role_problems
 from trainer.window import EVERY, Window, as_mapping, owner
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,6 @@ class MultiModelTrainer:
         self.gradient_accumulation_steps, self.seed = gradient_accumulation_steps, seed
         self.callbacks, self.loggers, self.folder = dict(callbacks or {}), dict(loggers or {}), folder
         self.models: dict[str, ModelHandle] = {}
-        self.own_data: list[str] = []  # the models that do not read the shared examples
         self.global_step = 0
         self.is_filler = False  # whether the current micro-batch only keeps this rank in step and counts for nothing
         self.logged: dict[str, Tensor] = {}  # by the task, of the current micro-batch
@@ -204,7 +203,7 @@ class MultiModelTrainer:
         self.task, self.tokenizer = task, data.tokenizer
         self.tokenizers = {name: (spec.data or data).tokenizer for name, spec in models.items()}
         own = {name: spec.data for name, spec in models.items() if spec.data is not None}
-        self.own_data, sources = list(own), name_sources(data, own)
+        task.own_data, sources = list(own), name_sources(data, own)
         problems = find_missing_fields(sources, task.batch_fields)
         if problems:
             raise ConfigError(*problems)
@@ -324,7 +323,9 @@ class MultiModelTrainer:
 
 def _check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str) -> None:
     check_hook_names(type(task), base=TaskModule)
-    problems = task.check_models({name: spec.trainable for name, spec in models.items()}, stage=stage)
+    trainable = {name: spec.trainable for name, spec in models.items()}
+    own_data = [name for name, spec in models.items() if spec.data is not None]
+    problems = find_role_problems(task, trainable=trainable, own_data=own_data, stage=stage)
     if problems:
         raise ConfigError(*problems)
 

@@ -15,7 +15,7 @@ from trainer.config import ConfigError
 from trainer.loggers.logger import Logger
 from trainer.plugin_keys import AUTO
 from trainer.targets import find_target, how_raised
-from trainer.task import TaskModule
+from trainer.task import TaskModule, find_role_problems
 
 Config = Mapping[str, Any]
 
@@ -105,5 +105,5 @@ def _is_cheap(node: Config | None) -> bool:
 
 def _try_roles(config: Config) -> list[str]:
     trainable = {name: bool(model["trainable"]) for name, model in config["models"].items()}
-    task: TaskModule = make(config["task"])
-    return task.check_models(trainable, stage=config["mode"])
+    own_data = [name for name, model in config["models"].items() if model["data"]]
+    return find_role_problems(make(config["task"]), trainable=trainable, own_data=own_data, stage=config["mode"])

@@ -80,6 +80,14 @@ def adversarial(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dic
     return {"a": -passing(made).mean(), "b": real + fake}
 
 
+def undetached(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`adversarial`, whose critic is fed what a made without a detach."""
+    made = models["a"](batch["x"])
+    critic = models["b"]
+    passing = critic.module if isinstance(critic, ModelHandle) else critic
+    return {"a": -passing(made).mean(), "b": critic(batch["y"]).pow(2).mean() + critic(made).mean()}
+
+
 def pair_and_third(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One loss through a and b, beside c's own."""
     return {**joint(models, batch), "c": (models["c"](batch["x"]) - batch["y"]).pow(2).mean()}
@@ -87,7 +95,7 @@ def pair_and_third(models: Mapping[str, Model], batch: Mapping[str, Tensor]) -> 
 
 LOSSES = {
     function.__name__: function
-    for function in (disjoint, mutual, joint, chained, forgetful, adversarial, pair_and_third)
+    for function in (disjoint, mutual, joint, chained, forgetful, adversarial, undetached, pair_and_third)
 }
 
 
@@ -273,6 +281,31 @@ def check_alternation(folder: Path) -> dict[str, Any]:
                 found[f"{losses.__name__} {stages}"] = difference(
                     weights, reference(losses, global_batches(), plans=plans)
                 )
+    return found
+
+
+def check_through_frozen(folder: Path) -> dict[str, float]:
+    """a's loss passes through a frozen c, sharded or whole, on its way back to a."""
+
+    def through(models: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        frozen = models["c"].module if isinstance(models["c"], ModelHandle) else models["c"]
+        return {"a": (frozen(models["a"](batch["x"])) - batch["y"]).pow(2).mean()}
+
+    plain, frozen, data = make_net(SEEDS["a"]), make_net(SEEDS["c"]).requires_grad_(False), make_data()
+    optimizer = OPTIMIZERS["sgd"](plain.parameters())
+    for indices in global_batches():
+        batch = {key: torch.stack([data[index][key] for index in indices]) for key in ("x", "y")}
+        through({"a": plain, "c": frozen}, batch)["a"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {}
+    for name, plugin in {"zero3": zero(3), "replicate": {"replicate": True}}.items():
+        models = {"a": spec("a"), "c": ModelSpec(build=functools.partial(make_net, 3), trainable=False,
+                                                 dtype=torch.float32)}  # fmt: skip
+        trainer = fit(LossTask(through), {"a": zero(3), "c": plugin}, models)
+        weights = weights_of(trainer)
+        if trainer.is_main:
+            found[name] = difference({"a": weights["a"]}, {"a": dict(plain.state_dict())})
     return found
 
 
@@ -495,6 +528,7 @@ def check_own_data(folder: Path) -> dict[str, Any]:
 CHECKS = {
     "plans": check_plans,
     "alternation": check_alternation,
+    "through frozen": check_through_frozen,
     "overflow": check_overflow,
     "refusals": check_refusals,
     "own data": check_own_data,

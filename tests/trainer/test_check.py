@@ -12,7 +12,11 @@ def problems_of(*overrides: str) -> list[str]:
     """Returns what is wrong with the distill task on local names, so that no asset is looked for."""
     names = ("models.student.build.config.model_type=llama", "models.teacher.build.config.model_type=llama")
     groups = [f"model@models.{name}.build=causal_lm_from_config" for name in ("student", "teacher")]
-    composition = compose_run(Request(overrides=(*groups, *names, *overrides), config_path=conf_dir()))
+    return problems_of_task(*groups, *names, *overrides)
+
+
+def problems_of_task(*overrides: str) -> list[str]:
+    composition = compose_run(Request(overrides=overrides, config_path=conf_dir()))
     assert composition.problems == []
     return check.problems(composition.cfg, composition.overrides)
 
@@ -174,3 +178,41 @@ def test_a_role_that_no_model_has_is_refused_before_models_are_built():
     (problem,) = problems_of("task.student=studnet")
 
     assert problem == "task.student=studnet: models has no studnet, only student, teacher"
+
+
+def test_plans_of_updates_are_held_against_the_run_and_the_role() -> None:
+    found = problems_of_task(
+        "task=disjoint",
+        "models.small.update_every=0",
+        "models.large.start_step=41",
+        "trainer.max_steps=40",
+    )
+    assert [problem.partition(":")[0] for problem in found] == [
+        "models.small.update_every=0",
+        "models.large.start_step=41",
+    ]
+    (frozen,) = problems_of("models.teacher.freeze_after=3")
+    assert "models.teacher is frozen" in frozen and "freeze_after mean nothing" in frozen
+
+
+def test_a_models_own_data_are_held_to_the_rules_of_the_shared_ones(tmp_path: Path) -> None:
+    own = ["task=disjoint", "data@models.large.data=text"]
+    found = problems_of_task(
+        *own, f"models.large.data.train={tmp_path}/gone.txt", "models.large.data.batch_size=0",
+        "models.large.data.validation_fraction=2",
+    )  # fmt: skip
+
+    expected = ("models.large.data.batch_size=0", "models.large.data.validation_fraction=2", "models.large.data.train=")
+    assert len(found) == 3
+    assert all(any(problem.startswith(start) for problem in found) for start in expected)
+
+
+def test_own_data_are_refused_where_the_models_must_read_the_same_examples(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n\ntwo\n")
+    for model, ask in (
+        ("student", problems_of),
+        ("small", lambda *keys: problems_of_task("task=mutual", *keys)),
+        ("query", lambda *keys: problems_of_task("task=dual_encoder", *keys)),
+    ):
+        (problem,) = ask(f"data@models.{model}.data=text", f"models.{model}.data.train={tmp_path}/a.txt")
+        assert problem.startswith(f"models.{model}.data: ") and "read the same examples" in problem

@@ -42,6 +42,7 @@ def _pairs_of_all(factors: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]
 EXTRA: list[Case] = [
     *(("forgetful", first, second, 3, "sgd") for first, second in ((1, 3), (3, 2), (2, 0))),
     *(("adversarial", first, second, 3, "sgd") for first, second in ((1, 3), (3, 2), (2, 0))),
+    *(("undetached", first, second, 3, "sgd") for first, second in ((3, 1), (2, 3))),
     (pair_and_third.__name__, 2, 3, 3, "sgd"),
     (pair_and_third.__name__, 0, 0, 1, "adamw"),
 ]  # fmt: skip
@@ -106,6 +107,11 @@ def test_alternating_updates_are_those_of_plain_pytorch(found: list[dict[str, An
     alternation = found[0]["alternation"]
     assert len(alternation) == 6
     assert {name: value for name, value in alternation.items() if not value <= TOLERANCE} == {}
+
+
+def test_a_gradient_passes_through_a_frozen_model_to_the_trained_one(found: list[dict[str, Any]]) -> None:
+    assert set(found[0]["through frozen"]) == {"zero3", "replicate"}
+    assert all(value <= TOLERANCE for value in found[0]["through frozen"].values())
 
 
 def test_an_overflow_skips_the_update_of_its_model_only(found: list[dict[str, Any]]) -> None:

@@ -17,8 +17,8 @@ class ModelMonitor(Callback):
     """Logs what each trained model's optimizer does.
 
     `train/<model>/updates` counts its own updates; `lr` and `grad_norm` (over all ranks, before clipping) are those of
-    the last one, and absent before it. `skipped_updates` counts those that the engine left out because a gradient was
-    not finite; `loss_scale` is that of a float16 model.
+    the last one, and absent before it. Unless the model is float32, `skipped_updates` counts those that the engine left
+    out because a gradient was not finite; `loss_scale` is that of a float16 model.
     """
 
     def on_train_step_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
