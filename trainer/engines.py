@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import inspect
 import logging
 import math
@@ -135,10 +136,10 @@ class Engines:
         if stage_of(config) != 3:
             yield
             return
-        # torch imports this where it first needs it, which fails within zero.Init.
-
+        # Where torch first needs it, it imports this, which fails within zero.Init.
+        importlib.import_module("torch._dynamo")
         # from_pretrained opens another one inside; DeepSpeed counts them.
-        with deepspeed.zero.Init(config_dict_or_path=config), _initializing_gathered():
+        with _initializing_gathered(), deepspeed.zero.Init(config_dict_or_path=config):
             yield
 
     def _replicate(self, name: str, spec: ModelSpec, dtype: torch.dtype, finish: Finish | None = None) -> ModelHandle:

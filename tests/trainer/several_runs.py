@@ -284,6 +284,35 @@ def check_alternation(folder: Path) -> dict[str, Any]:
     return found
 
 
+def check_document(folder: Path) -> dict[str, Any]:
+    """The generator and critic of docs/several-models.md, as they stand there."""
+    page = (Path(__file__).parents[2] / "docs" / "several-models.md").read_text(encoding="utf-8")
+    block = page.partition("## An example")[2].partition("```python\n")[2].partition("```")[0]
+    module: dict[str, Any] = {}
+    exec(block, module)
+    generator = torch.Generator().manual_seed(0)
+    points = [{"x": torch.randn(2, generator=generator) * 0.1 + 1.0} for _ in range(240)]
+    adam = functools.partial(torch.optim.Adam, betas=(0.5, 0.9))
+    rates = {"generator": 1e-2, "critic": 5e-2}
+    build = {"generator": functools.partial(make_small, 2), "critic": functools.partial(make_small, 1)}
+    specs = {
+        name: ModelSpec(build=build[name], optimizer=functools.partial(adam, lr=rates[name]), dtype=torch.float32)
+        for name in build
+    }
+    specs["generator"].plan = UpdatePlan(update_every=2)
+    trainer = fit(
+        module["Adversarial"](), {"generator": zero(3), "critic": zero(2)}, specs, steps=80,
+        data=TrainingData(train=points, validation=points, batch_size=12),
+    )  # fmt: skip
+    updates = {name: model.num_updates for name, model in trainer.models.items()}
+    return {"updates": updates, "before": trainer.before["val/distance"], "after": trainer.after["val/distance"]}
+
+
+def make_small(size: int) -> nn.Module:
+    torch.manual_seed(size)
+    return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, size))
+
+
 def check_through_frozen(folder: Path) -> dict[str, float]:
     """a's loss passes through a frozen c, sharded or whole, on its way back to a."""
 
@@ -528,6 +557,7 @@ def check_own_data(folder: Path) -> dict[str, Any]:
 CHECKS = {
     "plans": check_plans,
     "alternation": check_alternation,
+    "document": check_document,
     "through frozen": check_through_frozen,
     "overflow": check_overflow,
     "refusals": check_refusals,

@@ -114,6 +114,13 @@ def test_a_gradient_passes_through_a_frozen_model_to_the_trained_one(found: list
     assert all(value <= TOLERANCE for value in found[0]["through frozen"].values())
 
 
+def test_the_example_of_the_documents_learns_where_the_data_are(found: list[dict[str, Any]]) -> None:
+    example = found[0]["document"]
+
+    assert example["updates"] == {"generator": 40, "critic": 80}
+    assert example["before"] > 1.0 > 2 * example["after"]
+
+
 def test_an_overflow_skips_the_update_of_its_model_only(found: list[dict[str, Any]]) -> None:
     for rank in found:
         for stage in ("zero1", "zero2", "zero3"):
