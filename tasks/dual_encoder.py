@@ -29,6 +29,7 @@ class DualEncoderTask(TaskModule):
     """
 
     batch_fields = tuple(f"{side}_{part}" for side in ("query", "document") for part in ("input_ids", "attention_mask"))
+    reads_one_batch = True
 
     def __init__(self, *, query: str = "query", document: str = "document", temperature: float = 0.05) -> None:
         if not temperature > 0:
@@ -44,11 +45,6 @@ class DualEncoderTask(TaskModule):
             for role, name in (("query", self.query), ("document", self.document))
             if name not in trainable
         ]
-
-    def setup(self, stage: str) -> None:
-        if self.trainer.own_data:
-            name = self.trainer.own_data[0]
-            raise ConfigError(f"models.{name}.data: both encoders read the same pairs; drop it, and set `data`")
 
     def count_items(self, batch: Batch) -> int:
         return len(batch["query_input_ids"])

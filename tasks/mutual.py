@@ -23,7 +23,7 @@ class MutualTask(TaskModule):
         temperature: Divides the logits of that part, which comes times its square.
     """
 
-    batch_fields = BATCH_FIELDS
+    batch_fields, reads_one_batch = BATCH_FIELDS, True
 
     def __init__(self, *, weight: float = 1.0, temperature: float = 1.0) -> None:
         if not weight >= 0:
@@ -39,11 +39,6 @@ class MutualTask(TaskModule):
         return []
 
     def setup(self, stage: str) -> None:
-        if self.trainer.own_data:
-            name = self.trainer.own_data[0]
-            raise ConfigError(
-                f"models.{name}.data: models that teach each other must read the same examples; drop it, and set `data`"
-            )
         self.vocabulary = common_vocabulary(list(self.models.values()), tokenizer=self.trainer.tokenizer)
 
     def count_items(self, batch: Batch) -> Tensor:

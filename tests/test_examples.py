@@ -105,3 +105,42 @@ def test_python_of_the_readme_runs_without_hydra(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-4000:]
     before, after = (float(number) for number in re.findall(r"'val/error': ([\d.e-]+)", result.stdout))
     assert after < 0.5 * before
+
+
+SEVERAL = {
+    "disjoint": ("small", "large"),
+    "mutual": ("small", "large"),
+    "dual_encoder": ("query", "document"),
+}
+SCORES = {
+    "disjoint": {f"val/{name}/{score}" for name in ("small", "large") for score in ("cross_entropy", "perplexity")},
+    "mutual": {
+        f"val/{name}/{score}" for name in ("small", "large") for score in ("cross_entropy", "perplexity", "peer_kl")
+    },
+    "dual_encoder": {
+        f"val/{score}" for score in ("contrastive_loss", "top1_accuracy", "top5_accuracy", "mean_reciprocal_rank")
+    },
+}
+
+
+@pytest.mark.parametrize("task", SEVERAL)
+def test_a_task_of_several_models_runs_by_its_name_alone(task: str, tmp_path: Path) -> None:
+    """Two steps of its defaults: metrics of each model by its name, an export each, and scores before and after."""
+    short = ["trainer.max_steps=2", "trainer.log_every=1", "data.batch_size=4", "trainer.limit_val_batches=2"]
+
+    result = run(["-m", "trainer", f"task={task}", *short, "logger=jsonl", "hydra.run.dir=run"], folder=tmp_path)
+
+    assert result.returncode == 0, result.stderr[-4000:]
+    folder, names = tmp_path / "run", SEVERAL[task]
+    training = [record for record in records(folder) if "train/loss" in record]
+    assert [record["step"] for record in training] == [1, 2]
+    losses = {"train/joint/loss"} if task == "dual_encoder" else {f"train/{name}/loss" for name in names}
+    others = {f"train/{name}/{metric}" for name in names for metric in ("lr", "grad_norm", "updates")}
+    assert losses | others <= set(training[1])
+    assert [training[1][f"train/{name}/updates"] for name in names] == [2, 2]
+    assert {path.name for path in (folder / "export").iterdir()} == set(names)
+    assert all((folder / "export" / name / "model.safetensors").exists() for name in names)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    assert (summary["task"], summary["status"], summary["global_step"]) == (task, "completed", 2)
+    assert summary["before"].keys() == summary["after"].keys() == SCORES[task]
+    assert summary["before"] != summary["after"]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,19 +21,12 @@ from trainer.callbacks import SampleTable, Throughput
 from trainer.config import ConfigError
 from trainer.export import RESCORED_BATCHES, export_model, rescore
 from trainer.heartbeat import sign_of_life
+from trainer.loggers.logger import Logger
 from trainer.report import closing_rows, closing_table, model_card, sample_panel
 from trainer.saved import claim_folder, resolved, save_config
 from trainer.trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class Outcome:
-    """How a run ends; what summary.json says."""
-
-    status: str = "failed"
-    start: float = field(default_factory=time.monotonic)
 
 
 def run(cfg: DictConfig, *, folder: Path, command: str) -> None:
@@ -54,11 +46,9 @@ def run(cfg: DictConfig, *, folder: Path, command: str) -> None:
     if distributed.is_main():
         log.info("outputs: %s", save_config(cfg, folder).parent)
     job.trainer.folder = folder
-    with _summarized(job.trainer, cfg, folder) as outcome:
-        with _logged(job.trainer, cfg, folder, outcome):
-            MODES[cfg.mode](job, cfg)
-            report(job, cfg, command)
-        outcome.status = "completed" if job.trainer.stop_reason is None else "stopped"
+    with _recorded(job.trainer, cfg, folder):
+        MODES[cfg.mode](job, cfg)
+        report(job, cfg, command)
 
 
 def fit(job: Run, cfg: DictConfig) -> None:
@@ -186,45 +176,37 @@ def _task_name(cfg: DictConfig) -> str:
 
 
 @contextmanager
-def _summarized(trainer: MultiModelTrainer, cfg: DictConfig, folder: Path) -> Iterator[Outcome]:
-    """Writes summary.json, also when the run fails."""
-    outcome = Outcome()
-    try:
-        yield outcome
-    except KeyboardInterrupt:
-        outcome.status = "interrupted"
-        raise
-    except ConfigError:
-        raise
-    except Exception:
-        log.exception("the run failed at step %d", trainer.global_step, extra={"file_only": True})
-        raise
-    finally:
-        if distributed.is_main():
-            outputs.write_summary(
-                folder,
-                task=_task_name(cfg),
-                status=outcome.status,
-                global_step=trainer.global_step,
-                seconds=time.monotonic() - outcome.start,
-                before=trainer.before,
-                after=trainer.after,
-                reference=trainer.reference,
-            )
+def _recorded(trainer: MultiModelTrainer, cfg: DictConfig, folder: Path) -> Iterator[None]:
+    """Opens the loggers for the run; however it ends, writes summary.json and closes them with the same status."""
+    began, status = time.monotonic(), "failed"
 
+    def close(logger: Logger) -> None:
+        logger.close(status=status)
 
-@contextmanager
-def _logged(trainer: MultiModelTrainer, cfg: DictConfig, folder: Path, outcome: Outcome) -> Iterator[None]:
-    """Opens the loggers for the run and closes them with its status."""
-    for logger in trainer.loggers.values():
-        logger.start(folder=folder, config=resolved(cfg), name=folder.name)
-    status = "failed"
-    try:
-        yield
-        status = "completed" if trainer.stop_reason is None else "stopped"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        raise
-    finally:
-        for logger in trainer.loggers.values():
-            logger.close(status=status)
+    with ExitStack() as opened:
+        try:
+            for logger in trainer.loggers.values():
+                logger.start(folder=folder, config=resolved(cfg), name=folder.name)
+                opened.callback(close, logger)
+            yield
+            status = "completed" if trainer.stop_reason is None else "stopped"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            raise
+        except ConfigError:
+            raise
+        except Exception:
+            log.exception("the run failed at step %d", trainer.global_step, extra={"file_only": True})
+            raise
+        finally:
+            if distributed.is_main():
+                outputs.write_summary(
+                    folder,
+                    task=_task_name(cfg),
+                    status=status,
+                    global_step=trainer.global_step,
+                    seconds=time.monotonic() - began,
+                    before=trainer.before,
+                    after=trainer.after,
+                    reference=trainer.reference,
+                )

@@ -60,7 +60,8 @@ def llama(name: str, *, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
         pad_token_id=PAD,
         initializer_range=0.15,  # far from a uniform distribution
     )
-    return LlamaForCausalLM(config).to(dtype)
+    model: Any = LlamaForCausalLM(config)
+    return model.to(dtype)  # type: ignore[no-any-return]
 
 
 def make_texts(count: int, *, seed: int) -> list[Example]:
@@ -232,11 +233,11 @@ def fit(
 
 # The cases
 
-# What each world size runs: every question on two ranks, on one and three what may differ there.
+# What each world size runs: on several ranks what may differ there.
 CASES = {
     1: "shared swapped own window | two frozen weight-0 padded own-data | eight uneven accumulated validated refused",
-    2: "shared own window | two three frozen padded | eight uneven accumulated detached validated",
-    3: "shared own | two three | eight uneven accumulated detached",
+    2: "shared own window | two three | eight uneven accumulated detached validated",
+    3: "shared own | two | eight uneven",
 }
 
 
@@ -318,13 +319,13 @@ def run_dual(world_size: int) -> dict[str, Callable[[], Any]]:
         task, data = DualEncoderTask(temperature=TEMPERATURE), pairs_data(count, batch_size=size)
         return fit(task, models, ENCODERS, data, **options)
 
-    def eight() -> Found:
+    def eight() -> Any:
         trainer, found = run(8, val_every=2)
         found["rescored"] = [trainer.evaluate(limit_batches=1)[0] for _ in range(2)]
         found["evaluated"] = trainer.evaluate()[0]
         return found
 
-    def detached() -> Found:
+    def detached() -> Any:
         with mock.patch.object(tasks.dual_encoder, "gather_with_gradient", detached_gather):
             return run(8)[1]
 
@@ -333,7 +334,7 @@ def run_dual(world_size: int) -> dict[str, Callable[[], Any]]:
         "uneven": lambda: run(UNEVEN[world_size])[1],
         "accumulated": lambda: run(4 * size * world_size, gradient_accumulation_steps=2)[1],
         "detached": detached,
-        "validated": lambda: {str(batch_size): validate(batch_size) for batch_size in (2, 13)},
+        "validated": lambda: {str(size): validate(size) for size in ((2, 13) if world_size == 1 else (2,))},
         "refused": lambda: {
             "sizes": error_of(lambda: run(8, build="narrow")),
             "own data": error_of(lambda: run(8, own=pairs_data(8, batch_size=2))),
