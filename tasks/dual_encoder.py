@@ -11,6 +11,7 @@ from torch import Tensor
 from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule, gather_with_gradient
 
 RANKS = (1, 5)  # of the retrieval accuracies
+ROWS_AT_ONCE = 1024
 SAME = 1e-6  # similarities this near are equal: rounding in float32 must not rank equal vectors
 
 
@@ -72,10 +73,11 @@ class DualEncoderTask(TaskModule):
         vectors, _ = gather_with_gradient(torch.cat(self._seen))
         self._seen.clear()
         queries, documents = vectors.unbind(1)
-        similarities = queries @ documents.T
-        own = similarities.diagonal().unsqueeze(1)
-        is_behind = similarities < own - SAME
-        rank = (~is_behind).sum(1)  # the own one is not behind itself
+        own = (queries * documents).sum(1, keepdim=True)
+        # in parts: of many pairs, all similarities at once would not fit
+        parts = zip(torch.split(queries, ROWS_AT_ONCE), torch.split(own, ROWS_AT_ONCE), strict=True)
+        # not "before": what is no number is not behind either, and the own one is not behind itself
+        rank = torch.cat([(~(part @ documents.T < mine - SAME)).sum(1) for part, mine in parts])
         found = {f"top{k}_accuracy": (rank <= k).float().mean().item() for k in RANKS}
         return {**found, "mean_reciprocal_rank": rank.reciprocal().float().mean().item()}
 

@@ -93,11 +93,11 @@ def accepted_arguments(module: nn.Module) -> set[str]:
 
 def common_vocabulary(models: Sequence[ModelHandle], *, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
     """Returns how many logits all models share; None: all, of models that are not transformers'."""
-    configs = [getattr(model.module, "config", None) for model in models]
-    known = [config for config in configs if isinstance(config, PreTrainedConfig)]
+    configs = {model.name: getattr(model.module, "config", None) for model in models}
+    known = {name: config for name, config in configs.items() if isinstance(config, PreTrainedConfig)}
     if len(known) < len(configs):
         return None  # the losses refuse logits of different sizes
-    return min(shared_vocabulary(known[0], other, tokenizer=tokenizer) for other in known)
+    return shared_vocabulary(known, tokenizer=tokenizer)
 
 
 def perplexities(metrics: dict[str, float]) -> dict[str, float]:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from tasks.distill import DistillTask, all_mask, completion_mask
+from tasks.distill import DistillTask
+from tasks.language import all_mask, completion_mask
 from trainer.config import ConfigError
 
 VOCABULARY, PAD = 61, 0
@@ -22,7 +23,8 @@ EXAMPLES = [(3, 1), (5, 4), (1, 9), (6, 2), (7, 0), (2, 7)]
 class Handle:
     """What the task sees of a model, without an engine."""
 
-    def __init__(self, module: nn.Module, *, trainable: bool) -> None:
+    def __init__(self, name: str, module: nn.Module, *, trainable: bool) -> None:
+        self.name = name
         self.module, self.trainable, self.widths = module.train(trainable), trainable, []
 
     def __call__(self, **kwargs):
@@ -55,7 +57,10 @@ def gpt2(seed: int) -> GPT2LMHeadModel:
 
 def ready_task(student: nn.Module, teacher: nn.Module, terms: dict, *, tokenizer=None) -> DistillTask:
     task = DistillTask(terms=terms)
-    task.models = {"student": Handle(student, trainable=True), "teacher": Handle(teacher, trainable=False)}
+    task.models = {
+        "student": Handle("student", student, trainable=True),
+        "teacher": Handle("teacher", teacher, trainable=False),
+    }
     task.trainer = SimpleNamespace(tokenizer=tokenizer, is_main=True, before={}, reference={})
     task.setup("fit")
     return task
@@ -311,7 +316,7 @@ def test_a_padded_vocabulary_is_cut_to_the_tokens_of_both():
 
 
 def test_unequal_vocabularies_without_a_tokenizer_are_refused_before_training():
-    with pytest.raises(ConfigError, match="61 logits, the teacher 64"):
+    with pytest.raises(ConfigError, match=r"61 logits, models\.teacher has 64"):
         ready_task(llama(0), llama(1, vocab_size=64), FORWARD_KL)
 
 

@@ -226,6 +226,10 @@ class Tokenizer:
         return {"first": 0, "last": self.last_id}  # ids may have gaps: the number of tokens is not the size
 
 
+def configs(student: int, teacher: int) -> dict[str, LlamaConfig]:
+    return {"student": LlamaConfig(vocab_size=student), "teacher": LlamaConfig(vocab_size=teacher)}
+
+
 @pytest.mark.parametrize(
     ("student", "teacher", "tokenizer", "size"),
     [
@@ -236,22 +240,20 @@ class Tokenizer:
     ],
 )
 def test_heads_of_different_sizes_share_the_tokenizers_tokens(student, teacher, tokenizer, size):
-    configs = LlamaConfig(vocab_size=student), LlamaConfig(vocab_size=teacher)
-
-    assert shared_vocabulary(*configs, tokenizer=tokenizer) == size
+    assert shared_vocabulary(configs(student, teacher), tokenizer=tokenizer) == size
 
 
 @pytest.mark.parametrize(
     ("student", "teacher", "tokenizer", "message"),
     [
-        (500, 600, None, r"student has 500 logits, the teacher 600, and no tokenizer"),
+        (500, 600, None, r"models\.student has 500 logits, models\.teacher has 600 logits, and no tokenizer"),
         (500, 600, Tokenizer(last_id=550), r"500.*600.*551 tokens"),
         (500, 500, Tokenizer(last_id=500), r"500.*500.*501 tokens"),
     ],
 )
 def test_vocabularies_that_do_not_fit_are_refused_with_the_numbers(student, teacher, tokenizer, message):
     with pytest.raises(ConfigError, match=message):
-        shared_vocabulary(LlamaConfig(vocab_size=student), LlamaConfig(vocab_size=teacher), tokenizer=tokenizer)
+        shared_vocabulary(configs(student, teacher), tokenizer=tokenizer)
 
 
 def test_padding_a_vocabulary_with_zeros_would_change_the_divergence():
