@@ -41,6 +41,7 @@ LAYERS = (
         "trainer.callbacks.callback",
         "trainer.loggers.logger",
     ),
+    ("trainer.start_weights",),
     ("trainer.encoders",),
     ("trainer.adapters",),
     ("trainer.handle", "trainer.models"),

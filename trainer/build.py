@@ -122,6 +122,7 @@ def build_model_spec(model: ModelConfig) -> ModelSpec:
         max_grad_norm=model.max_grad_norm,
         gradient_accumulation_steps=model.gradient_accumulation_steps,
         plan=UpdatePlan(update_every=model.update_every, start_step=model.start_step, freeze_after=model.freeze_after),
+        init_from=model.init_from,
         freeze=list(model.freeze),
         lora=plain(model.lora) if model.lora else None,
     )

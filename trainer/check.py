@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import launch, outputs
+from trainer.start_weights import find_origin_problems
 from trainer.targets import target_problems
 from trainer.updates import UpdatePlan
 from trainer.words import did_you_mean
@@ -106,6 +107,7 @@ def _check_models(config: Config) -> Iterator[str]:
         yield from _check_window(name, model, config["trainer"]["gradient_accumulation_steps"])
         yield from _check_plan(name, model, config)
         yield from _check_optimizer(name, model)
+    yield from find_origin_problems({name: model["init_from"] for name, model in models.items()})
     if models and config["mode"] == "fit" and not any(model["trainable"] for model in models.values()):
         first = next(iter(models))
         yield f"no model is trainable, but mode is fit; set models.{first}.trainable=true, or mode=validate"

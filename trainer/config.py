@@ -46,6 +46,7 @@ class ModelConfig:
     update_every: int = 1  # its losses count in every so many global steps only
     start_step: int | None = None  # the first of them; absent: update_every
     freeze_after: int | None = None  # the last step that may update it; absent: no end
+    init_from: str | None = None  # the model whose start weights it takes; absent: those of its own build
     data: DataConfig | None = None  # examples of its own; absent: the shared ones
 
 

@@ -40,6 +40,7 @@ from trainer.plugins import (
 )
 from trainer.seeds import seed_everything
 from trainer.specs import ModelSpec, RunFacts, check_spec, check_window, facts_of, keywords_of, name_of, tell_idle
+from trainer.start_weights import copy_start_weights, find_origin_problems
 from trainer.updates import UpdatePlan
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class Engines:
         unpaired = set(models) ^ set(self.configs)
         places = {True: "plugin; add it to MultiModelTrainer(plugins=...)", False: "model; add it to fit(models=...)"}
         problems = [f"'{name}' has no {places[name in models]}" for name in sorted(unpaired)]
+        problems += find_origin_problems({name: spec.init_from for name, spec in models.items()})
         for name in (name for name in models if name not in unpaired):
             problems += self._check_model(name, models[name], run)
         if not problems and run.trains:
@@ -102,19 +104,22 @@ class Engines:
     def _dtype(self, name: str, spec: ModelSpec) -> torch.dtype:
         return spec.dtype or dtype_of(self.configs[name]) or automatic_dtype(self.accelerator.device)
 
-    def prepare(self, name: str, spec: ModelSpec, run: RunFacts) -> ModelHandle:
-        """Returns the model, built and wrapped under its own plugin; `check` found nothing wrong with it."""
+    def prepare(self, name: str, spec: ModelSpec, run: RunFacts, *, origin: ModelHandle | None = None) -> ModelHandle:
+        """Returns the model, built and wrapped under its own plugin; `check` found nothing wrong with it.
+
+        Args:
+            origin: The model whose start weights it takes, where it does.
+        """
         config, dtype = self.configs[name], self._dtype(name, spec)
         seed_everything(run.seed, name)  # by name, or two models of one class would start alike
         with self.selected(name):
             if not uses_engine(config):
-                return self._replicate(name, spec, dtype)
+                return self._replicate(name, spec, dtype, _finish(name, spec, run, origin))
             facts = facts_of(spec, run, dtype, self.accelerator.device)
             log_rewrites(f"models.{name}.plugin", config, facts)
             self._apply(name, resolve(f"models.{name}.plugin", config, facts))
         with self.selected(name):
-            adapt = functools.partial(add_lora, name, settings=spec.lora, seed=run.seed) if spec.lora else None
-            module = _build(name, spec, dtype, self._sharding_at_birth(name), adapt)
+            module = _build(name, spec, dtype, self._sharding_at_birth(name), _finish(name, spec, run, origin))
             # Now that the module tells its size: the final values of what depends on it.
             facts.hidden_size = _hidden_size(module)
             self._apply(name, resolve(f"models.{name}.plugin", config, facts))
@@ -311,6 +316,17 @@ def _initializing_gathered() -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.init_weights = original  # type: ignore[method-assign]
+
+
+def _finish(name: str, spec: ModelSpec, run: RunFacts, origin: ModelHandle | None) -> Finish:
+    """Returns what is done to a built module outside zero.Init: another model's weights, then adapters."""
+
+    def finish(module: nn.Module) -> nn.Module:
+        if origin is not None:
+            copy_start_weights(module, origin.module, name=name, origin=origin.name)
+        return add_lora(name, module, settings=spec.lora, seed=run.seed) if spec.lora else module
+
+    return finish
 
 
 def _build(

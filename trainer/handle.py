@@ -239,6 +239,12 @@ def _tensors_with_graph(output: Any) -> Iterator[Tensor]:
             yield from _tensors_with_graph(value)
 
 
+def full_shape(value: Tensor) -> torch.Size:
+    """Returns the shape of a whole weight or buffer, also where this rank holds a partition of it."""
+    sharded = isinstance(value, nn.Parameter) and is_sharded(value)
+    return value.ds_shape if sharded else value.shape  # type: ignore[attr-defined]
+
+
 def _numel(parameter: nn.Parameter) -> int:
     return int(parameter.ds_numel) if is_sharded(parameter) else parameter.numel()  # type: ignore[attr-defined]
 

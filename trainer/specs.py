@@ -34,6 +34,7 @@ class ModelSpec:
         gradient_accumulation_steps: Micro-batches per update; None: the trainer's.
         plan: The windows in which the model's losses count.
         data: Examples of its own; None: those that all models share.
+        init_from: The model whose start weights this one takes; None: those of its own build.
         freeze: Globs of parameter names that keep their start value.
         lora: Settings of peft.LoraConfig; None or empty: no adapters.
     """
@@ -47,6 +48,7 @@ class ModelSpec:
     gradient_accumulation_steps: int | None = None
     plan: UpdatePlan = field(default_factory=UpdatePlan)
     data: TrainingData | None = None
+    init_from: str | None = None
     freeze: list[str] = field(default_factory=list)
     lora: Mapping[str, Any] | None = None
 

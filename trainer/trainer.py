@@ -25,6 +25,7 @@ from trainer.loggers.logger import Logger
 from trainer.plan import show_plan
 from trainer.seeds import seed_everything
 from trainer.specs import ModelSpec, RunFacts
+from trainer.start_weights import build_order
 from trainer.step import Step
 from trainer.tally import Tally
 from trainer.task import Batch, StepOutput, TaskModule, find_role_problems
@@ -220,16 +221,23 @@ class MultiModelTrainer:
         problems = self.engines.check(models, run)
         if problems:
             raise ConfigError(*problems)
-        for name, spec in models.items():
-            log.info("building %s", name)
-            with sign_of_life(f"building {name}"):
-                self.models[name] = self.engines.prepare(name, spec, run)
+        self.models.update(self._build_models(models, run))
         self.trained = [model for model in self.models.values() if model.trainable]
         self.frozen = [model for model in self.models.values() if not model.trainable]
         task.models, task.trainer = self.models, self
         self.hooks = HookCaller(self, task, self.callbacks)
         if self.is_main:
             show_plan(self, batch_size=data.batch_size)
+
+    def _build_models(self, models: Mapping[str, ModelSpec], run: RunFacts) -> dict[str, ModelHandle]:
+        built: dict[str, ModelHandle] = {}
+        for name in build_order({name: spec.init_from for name, spec in models.items()}):
+            spec = models[name]
+            log.info("building %s", name)
+            with sign_of_life(f"building {name}"):
+                origin = built[spec.init_from] if spec.init_from is not None else None
+                built[name] = self.engines.prepare(name, spec, run, origin=origin)
+        return {name: built[name] for name in models}
 
     def _loaders(self, sources: Mapping[str, TrainingData]) -> tuple[TrainSources | None, ValidationSources | None]:
         ranks = {"rank": self.rank, "world_size": self.world_size}

@@ -338,6 +338,43 @@ def check_through_frozen(folder: Path) -> dict[str, float]:
     return found
 
 
+def check_origins(folder: Path) -> dict[str, Any]:
+    """A frozen c that starts from the trained a, which is built after it in the configuration's order."""
+
+    class Start(Callback):
+        def on_fit_start(self, trainer: MultiModelTrainer, task: TaskModule) -> None:
+            self.weights = weights_of(trainer)
+
+    found: dict[str, Any] = {}
+    plugins: list[tuple[str, Any, Any]] = [
+        ("replicate from zero3", {"replicate": True}, zero(3)),
+        ("zero3 from zero1", zero(3), zero(1)),
+        ("zero3 from zero3", zero(3), zero(3)),
+    ]
+    for name, frozen, trained in plugins:
+        start = Start()
+        models = {
+            "c": ModelSpec(build=functools.partial(make_net, SEEDS["c"]), trainable=False, dtype=torch.float32,
+                           init_from="a"),
+            "a": spec("a"),
+        }  # fmt: skip
+        trainer = fit(LossTask(only("a")), {"c": frozen, "a": trained}, models, callbacks={"start": start})
+        weights = weights_of(trainer)
+        if trainer.is_main:
+            found[name] = {
+                "order": list(trainer.models),
+                "equal at the start": difference({"a": start.weights["c"]}, {"a": start.weights["a"]}),
+                "frozen moved": difference({"c": weights["c"]}, {"c": start.weights["c"]}),
+                "trained moved": difference({"a": weights["a"]}, {"a": start.weights["a"]}),
+            }
+    small = ModelSpec(build=functools.partial(make_small, 2), trainable=False, dtype=torch.float32, init_from="a")
+    try:
+        fit(LossTask(only("a")), {"c": {"replicate": True}, "a": zero(1)}, {"c": small, "a": spec("a")})
+    except ValueError as error:
+        found["other shapes"] = str(error)
+    return found
+
+
 class InfiniteGradient(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, values: Tensor) -> Tensor:
@@ -560,6 +597,7 @@ CHECKS = {
     "document": check_document,
     "through frozen": check_through_frozen,
     "overflow": check_overflow,
+    "origins": check_origins,
     "refusals": check_refusals,
     "own data": check_own_data,
     "reductions": check_reductions,

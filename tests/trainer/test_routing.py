@@ -162,6 +162,17 @@ def test_models_of_a_joint_loss_must_step_together(found: list[dict[str, Any]]) 
         )
 
 
+def test_a_model_starts_from_anothers_weights_and_keeps_them(found: list[dict[str, Any]]) -> None:
+    origins = found[0]["origins"]
+    for name in ("replicate from zero3", "zero3 from zero1", "zero3 from zero3"):
+        assert origins[name]["order"] == ["c", "a"]
+        assert origins[name]["equal at the start"] == origins[name]["frozen moved"] == 0.0
+        assert origins[name]["trained moved"] > 1e-3
+    for rank in found:
+        message = r"models\.c\.init_from=a: 0\.bias is \(16,\) in c and \(8,\) in a; both builds must make the same"
+        assert _matches(message, rank["origins"]["other shapes"])
+
+
 def test_a_short_window_beside_a_long_one_costs_no_extra_reductions(found: list[dict[str, Any]]) -> None:
     """2 steps of 3 micro-batches: a updates twice and b 6 times, in one run and in two."""
     for rank in found:

@@ -72,15 +72,12 @@ class TrainSources:
         self.loaders = {
             name: TrainLoader(
                 source.train,
-                collate=source.collate,
-                batch_size=source.batch_size,
-                num_workers=source.num_workers,
+                **_options(name, source),
                 accumulation=accumulation,
                 rank=rank,
                 world_size=world_size,
                 seed=seed,
                 wraps=len(sources) > 1,
-                name=name,
             )
             for name, source in sources.items()
             if source.train is not None
@@ -109,13 +106,10 @@ class ValidationSources:
         self.loaders = {
             name: ValidationLoader(
                 source.validation,
-                collate=source.collate,
-                batch_size=source.batch_size,
-                num_workers=source.num_workers,
+                **_options(name, source),
                 rank=rank,
                 world_size=world_size,
                 limit_batches=limit_batches,
-                name=name,
             )
             for name, source in sources.items()
             if source.validation is not None
@@ -130,6 +124,15 @@ class ValidationSources:
             here = dict(zip(self.loaders, micros, strict=True))
             first = first or dict(here)
             yield _merge({name: micro or _filler(name, first[name]) for name, micro in here.items()})
+
+
+def _options(name: str, source: TrainingData) -> dict[str, Any]:
+    return {
+        "name": name,
+        "collate": source.collate,
+        "batch_size": source.batch_size,
+        "num_workers": source.num_workers,
+    }
 
 
 def _filler(name: str, micro: MicroBatch) -> MicroBatch:
