@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
+from tests.trainer.several_checks import InfiniteGradient
 from tests.trainer.several_runs import (
-    InfiniteGradient,
     LossTask,
     difference,
     disjoint,

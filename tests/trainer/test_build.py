@@ -23,12 +23,17 @@ def test_sources_that_do_not_fit_are_refused(mode: str, train: Any, validation: 
     data = OmegaConf.structured(DataConfig(train=train, validation=validation))
 
     with pytest.raises(ConfigError, match=expected):
-        build_data(OmegaConf.create({"mode": mode, "data": data}), tokenizer=None)
+        build(data, mode=mode)
+
+
+def build(data: Any, *, mode: str) -> Any:
+    cfg = OmegaConf.create({"mode": mode, "models": {}, "data": data})
+    return build_data(cfg, "data", cfg.data, [])
 
 
 def test_own_datasets_are_taken_as_they_are() -> None:
     data = OmegaConf.structured(DataConfig(train=NODE, batch_size=3))
 
-    built = build_data(OmegaConf.create({"mode": "fit", "data": data}), tokenizer=None)
+    built = build(data, mode="fit")
 
     assert (built.train, built.validation, built.batch_size) == ([], None, 3)

@@ -7,6 +7,7 @@ import torch
 
 from trainer.handle import ModelHandle
 from trainer.plan import FIELDS, plan_column, plan_table, plan_text
+from trainer.updates import UpdatePlan
 
 
 def model(**fields: Any) -> ModelHandle:
@@ -19,6 +20,7 @@ def model(**fields: Any) -> ModelHandle:
         "num_trainable": 106_200_000,
         "dtype": torch.bfloat16,
         "accumulation": 4,
+        "plan": UpdatePlan(update_every=2),
         "optimizer": torch.optim.SGD([torch.zeros(1, requires_grad=True)]),
         "schedule": "cosine",
         "local_bytes": lambda: 212_400_000,
@@ -40,6 +42,7 @@ def test_trained_model_shows_how_it_is_stepped() -> None:
         "dtype": "bfloat16",
         "micro-batch": "3",
         "accumulation": "4",
+        "updates": "every 2 steps",
         "clipping": "1.0",
         "optimizer": "SGD",
         "schedule": "cosine",
@@ -50,7 +53,7 @@ def test_frozen_replica_has_no_steps() -> None:
     shown = cells(model(trainable=False, stage=None, config=None, optimizer=None, num_trainable=0))
 
     assert (shown["role"], shown["plugin"], shown["offload"]) == ("frozen", "replicate", "-")
-    assert {shown[field] for field in ("accumulation", "clipping", "optimizer", "schedule")} == {"-"}
+    assert {shown[field] for field in ("accumulation", "updates", "clipping", "optimizer", "schedule")} == {"-"}
 
 
 def test_partly_frozen_model_shows_what_is_trained() -> None:

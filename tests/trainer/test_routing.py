@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
-from tests.trainer.several_runs import FACTORS, Case, pair_and_third, run_cases, run_checks
+from tests.trainer.several_checks import run_checks
+from tests.trainer.several_runs import FACTORS, Case, pair_and_third, run_cases
 
 ENGINES = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
 PLAIN = {"sgd": "SGD", "adamw": "AdamW"}  # of ZeRO-0
