@@ -86,7 +86,7 @@ class DualEncoderTask(TaskModule):
         count = 0 if self.trainer.is_filler else self.count_items(batch)
         queries, documents = self._embed(self.query, "query", batch), self._embed(self.document, "document", batch)
         if queries.shape != documents.shape:
-            raise ValueError(
+            raise ConfigError(
                 f"models.{self.query} gives vectors of size {queries.shape[1]}, models.{self.document} of size "
                 f"{documents.shape[1]}; to be compared they must have the same"
             )
@@ -95,7 +95,12 @@ class DualEncoderTask(TaskModule):
     def _embed(self, name: str, field: str, batch: Batch) -> Tensor:
         mask = batch[f"{field}_attention_mask"]
         output = self.models[name](input_ids=batch[f"{field}_input_ids"], attention_mask=mask)
-        states = output if isinstance(output, Tensor) else output.last_hidden_state  # (B, T, D)
+        states = output if isinstance(output, Tensor) else getattr(output, "last_hidden_state", None)  # (B, T, D)
+        if states is None:
+            raise ConfigError(
+                f"models.{name} gives {type(output).__name__}, without a state per token; it must be an encoder: "
+                f"model@models.{name}.build=encoder"
+            )
         weights = mask.unsqueeze(-1).to(torch.float32)
         mean = (states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
         return F.normalize(mean, dim=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -26,10 +27,10 @@ class MutualTask(TaskModule):
     batch_fields, reads_one_batch = BATCH_FIELDS, True
 
     def __init__(self, *, weight: float = 1.0, temperature: float = 1.0) -> None:
-        if not weight >= 0:
-            raise ConfigError(f"task.weight={weight}: must be at least 0")
-        if not temperature > 0:
-            raise ConfigError(f"task.temperature={temperature}: must be above 0")
+        if not 0 <= weight < math.inf:
+            raise ConfigError(f"task.weight={weight}: must be a finite number of at least 0")
+        if not 0 < temperature < math.inf:
+            raise ConfigError(f"task.temperature={temperature}: must be a finite number above 0")
         self.weight, self.temperature = weight, temperature
         self.vocabulary: int | None = None
 

@@ -118,6 +118,15 @@ def resolve_tokenizer(name: str) -> Path:
     return _EMBEDDED / asset.folder if isinstance(asset, TokenizerFolder) else resolve(name)
 
 
+def find_tokenizer_problem(name: str) -> str | None:
+    """Returns why `resolve_tokenizer` would fail, as far as that can be told without the network."""
+    try:
+        asset = _find(name)
+    except ConfigError as error:
+        return str(error)
+    return None if isinstance(asset, TokenizerFolder) else find_problem(name)
+
+
 def find_problem(name: str) -> str | None:
     """Returns why `resolve` would fail, as far as that can be told without the network."""
     try:

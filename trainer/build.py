@@ -150,7 +150,7 @@ def build_data(cfg: DictConfig, key: str, options: DataConfig, names: list[str])
         names: The models that read them.
     """
     tokenizer = build_tokenizer(cfg, options, names)
-    train, validation = _datasets(cfg, key, options, tokenizer)
+    train, validation = _datasets(cfg, key, options, names, tokenizer)
     if options.collate is not None:
         collate = make(options.collate)
     elif tokenizer is not None and not OmegaConf.is_dict(options.train):
@@ -168,7 +168,7 @@ def build_data(cfg: DictConfig, key: str, options: DataConfig, names: list[str])
 
 
 def _datasets(
-    cfg: DictConfig, key: str, options: DataConfig, tokenizer: PreTrainedTokenizerBase | None
+    cfg: DictConfig, key: str, options: DataConfig, names: list[str], tokenizer: PreTrainedTokenizerBase | None
 ) -> tuple[Dataset[Any] | None, Dataset[Any] | None]:
     _check_sources(cfg, key, options)
     if OmegaConf.is_dict(options.train):
@@ -178,9 +178,11 @@ def _datasets(
             f"{key}.train={options.train} is text, but no model brings a tokenizer; give {key}.tokenizer=<folder>, or "
             "a node with _target_ that returns a dataset of tensors"
         )
+    log.info("%s.train: %s, read by %s", key, options.train, ", ".join(names))
     train_rows = load_rows(options.train)
     if options.validation is None:
-        train_rows, validation_rows = split_rows(train_rows, fraction=options.validation_fraction, seed=cfg.seed)
+        with _naming(f"{key}.train={options.train}"):
+            train_rows, validation_rows = split_rows(train_rows, fraction=options.validation_fraction, seed=cfg.seed)
     else:
         train_rows, validation_rows = deduplicate(train_rows), load_rows(options.validation, split="validation")
     make_dataset = partial(

@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import launch, outputs
+from trainer.config import find_name_problems
 from trainer.start_weights import find_origin_problems
 from trainer.targets import target_problems
 from trainer.updates import UpdatePlan
@@ -107,6 +108,7 @@ def _check_models(config: Config) -> Iterator[str]:
         yield from _check_window(name, model, config["trainer"]["gradient_accumulation_steps"])
         yield from _check_plan(name, model, config)
         yield from _check_optimizer(name, model)
+    yield from find_name_problems(models)
     yield from find_origin_problems({name: model["init_from"] for name, model in models.items()})
     if models and config["mode"] == "fit" and not any(model["trainable"] for model in models.values()):
         first = next(iter(models))
@@ -166,11 +168,13 @@ def _check_optimizer(name: str, model: Config) -> Iterator[str]:
 
 def _check_data(config: Config) -> list[str]:
     from trainer.data.files import check_source
+    from trainer.data.tokenizers import check_tokenizer
 
     found: list[str] = []
     for key, data in _data_nodes(config):
         if data["train"] is None and (key != "data" or not _all_own(config)):
             found.append(f"{key}.train is null; give a file, a hub name, embedded:<asset>, or a node with _target_")
+        found += check_tokenizer(f"{key}.tokenizer", data["tokenizer"])
         for part in ("train", "validation"):
             source = data[part]
             if isinstance(source, str) and source != "???":

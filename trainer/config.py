@@ -1,5 +1,7 @@
 """The typed schema of a run's configuration, and the error that a wrong one raises."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +14,20 @@ class ConfigError(ValueError):
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
         self.problems = list(problems)
+
+
+def find_name_problems(names: Iterable[str]) -> list[str]:
+    """Returns what is wrong with the names of models: they stand in keys of losses and metrics."""
+    problems = [
+        f"models.{name}: this name means something else in losses and metrics; choose another"
+        for name in names
+        if name in ("joint", "reference")
+    ]
+    return problems + [
+        f"models.{name}: a model's name is made of letters, digits, '_' and '-'; choose another"
+        for name in names
+        if re.fullmatch(r"[A-Za-z0-9_-]+", name) is None
+    ]
 
 
 @dataclass(kw_only=True)

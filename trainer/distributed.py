@@ -2,6 +2,8 @@
 
 import os
 import socket
+import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,6 +32,26 @@ def sum_over_ranks(values: Tensor) -> Tensor:
         values = values.clone()
         dist.all_reduce(values)
     return values
+
+
+def check_alike(names: Sequence[str], *, what: str, device: torch.device) -> None:
+    """Raises ValueError, on every rank, unless all ranks have the same names; every rank must call it.
+
+    Tables whose columns differ would be added up wrongly, or wait for each other forever.
+
+    Args:
+        what: Of what they are the names, such as "metrics of training_step".
+    """
+    if world_size() == 1:
+        return
+    code = zlib.crc32("\n".join(names).encode())
+    mine = torch.tensor([code, code * code % 2**62], dtype=torch.int64, device=device)
+    # Equal sums of the codes and of their squares: a variance of zero.
+    if torch.equal(sum_over_ranks(mine), mine * world_size()):
+        return
+    by_rank = gather(list(names))
+    shown = "; ".join(f"rank {rank}: {', '.join(theirs) or 'none'}" for rank, theirs in enumerate(by_rank))
+    raise ValueError(f"the ranks have different {what} ({shown}); return the same names on every rank, in every batch")
 
 
 def gather_with_gradient(rows: Tensor) -> tuple[Tensor, int]:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from trainer import distributed
 from trainer.adapters import add_lora
-from trainer.config import ConfigError
+from trainer.config import ConfigError, find_name_problems
 from trainer.handle import ModelHandle
 from trainer.plugin_keys import AUTO
 from trainer.plugins import (
@@ -86,7 +86,9 @@ class Engines:
         unpaired = set(models) ^ set(self.configs)
         places = {True: "plugin; add it to MultiModelTrainer(plugins=...)", False: "model; add it to fit(models=...)"}
         problems = [f"'{name}' has no {places[name in models]}" for name in sorted(unpaired)]
-        problems += find_origin_problems({name: spec.init_from for name, spec in models.items()})
+        problems += find_name_problems(models) + find_origin_problems(
+            {name: spec.init_from for name, spec in models.items()}
+        )
         for name in (name for name in models if name not in unpaired):
             problems += self._check_model(name, models[name], run)
         if not problems and run.trains:

@@ -52,11 +52,11 @@ class ModelHandle:
         self.is_plain = trainable and _is_plain(config, module)
         self.trained_weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.is_updating = trainable  # whether its losses count in the current window
+        self.has_ended = False  # whether its plan keeps its weights as they are from here on
         self.num_updates = 0
         self.num_skipped = 0  # updates that the engine left out, since their gradients were not finite
         self.output_nodes: set[Node] = set()  # where its outputs of this micro-batch stand in the graph
         self.on_gradient: Callable[[str], None] | None = None  # told when a gradient comes to one of them
-        self._has_ended = False
         self._select = select
         self._used_lr: float | None = None
         self._grad_norm: float | None = None
@@ -66,7 +66,7 @@ class ModelHandle:
 
         A gradient *through* a model that the loss does not train, to its inputs, goes by `handle.module(...)`.
         """
-        if not self.trainable or self._has_ended:
+        if not self.trainable or self.has_ended:
             if self.module.training:  # a task may have called train() on it
                 self.module.eval()
             with torch.no_grad():
@@ -107,8 +107,8 @@ class ModelHandle:
     def enter_window(self, step: int) -> None:
         """Says that the window of a global step begins: whether the model's losses count in it follows."""
         self.is_updating = self.trainable and self.plan.counts_in(step)
-        if self.trainable and not self._has_ended and self.plan.has_ended(step):
-            self._has_ended = True
+        if self.trainable and not self.has_ended and self.plan.has_ended(step):
+            self.has_ended = True
             self.module.eval()
 
     def set_boundary(self, is_boundary: bool) -> None:
@@ -152,7 +152,7 @@ class ModelHandle:
 
     def set_training(self, mode: bool) -> None:
         """Puts a trained model into training or evaluation mode; a frozen one is always in evaluation mode."""
-        self.module.train(mode and self.trainable and not self._has_ended)
+        self.module.train(mode and self.trainable and not self.has_ended)
 
     def settle(self) -> None:
         """Partitions all weights of a ZeRO-3 model, also those that a validation prefetched for a step that never came.

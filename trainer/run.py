@@ -86,7 +86,9 @@ def export(job: Run, cfg: DictConfig) -> None:
             export_model(
                 model, folder, tokenizer=trainer.tokenizers[model.name], build=plain(cfg.models[model.name].build)
             )
-        if trainer.validation_loader is not None:
+        if not trainer.is_scored(model.name):
+            log.warning("%s has no validation set, so its export was not scored", model.name)
+        else:
             with sign_of_life(f"loading and scoring {model.name}'s export"):
                 build = job.models[model.name].build
                 rescore(trainer, model.name, folder, build=build, tolerance=cfg.export.tolerance)
@@ -106,7 +108,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
     if samples is not None and samples.answers:
         out.print(sample_panel(samples.columns, samples.rows, limit=4))
     if any(source.startswith("embedded:") for source in _sources(cfg, list(cfg.models))):
-        out.print("This is a demonstration on a small embedded text: docs/index.md leads to what to expect of it.")
+        out.print("This is a demonstration on a small embedded text; the documentation says what to expect of it.")
     assert trainer.folder is not None
     for folder in sorted((trainer.folder / "export").glob("*")):
         build = cfg.models[folder.name].build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -12,11 +13,14 @@ from torch import Tensor
 from trainer.routing import Backward, receivers
 from trainer.tally import Tally
 from trainer.task import NonFiniteError, StepOutput
-from trainer.window import Window, check_output, owner
+from trainer.window import EVERY, Window, check_output, owner
 
 if TYPE_CHECKING:
     from trainer.handle import ModelHandle
     from trainer.trainer import MultiModelTrainer
+
+
+log = logging.getLogger(__name__)
 
 
 class Step:
@@ -26,9 +30,12 @@ class Step:
         self.trainer, self.window = trainer, window
         self.tally = Tally(trainer.device)
         self.reduced: dict[str, float] = {}
-        self._losses: set[str] = set()  # their names among the metrics, such as student/loss
+        self._losses: dict[str, None] = {}  # their names among the metrics, such as student/loss, in order
         self.updating = [model for model in trainer.trained if model.is_updating]
         _check_frozen(trainer.frozen)
+        if window.empty and trainer.is_main:
+            names = ", ".join(f"'{key}'" for key in window.empty if key != EVERY) or "any loss"
+            log.warning("step %d: no item of any example counts for %s, which is 0", trainer.global_step + 1, names)
 
     def run(self) -> dict[str, float]:
         """Returns the metrics of the window, means over the items of all ranks."""
@@ -89,7 +96,7 @@ class Step:
         # float32 at least: a bfloat16 loss times a weight would round the whole update
         share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
         logged = share.detach() / (self.trainer.world_size * self.window.num_updates(accumulation))
-        self._losses.add(f"{owner(key)}/loss")
+        self._losses[f"{owner(key)}/loss"] = None
         self.tally.add(f"{owner(key)}/loss", logged, 0.0)
         self.tally.watch(key, loss)
         return share
@@ -97,9 +104,13 @@ class Step:
     def _update(self, stepping: list[ModelHandle]) -> None:
         """Steps the models whose accumulation ends here, once every loss is known to be finite on all ranks."""
         trainer, self.reduced = self.trainer, self.tally.reduce()
-        losses = {name: self.reduced[name] for name in sorted(self._losses)}
+        losses = {name: self.reduced[name] for name in self._losses}
         _check_finite(losses, self.tally, step=trainer.global_step + 1)
-        self.reduced["loss"] = sum(losses.values())
+        # A model that this step leaves out shows its last loss, as it does its last rate, or the sum would jump.
+        trainer.last_losses.update(losses)
+        ended = {f"{model.name}/loss" for model in trainer.trained if model.has_ended} - losses.keys()
+        losses = {name: value for name, value in trainer.last_losses.items() if name not in ended}
+        self.reduced = {"loss": sum(losses.values()), **losses, **self.reduced}
         for model in stepping:
             trainer.emit("on_before_optimizer_step", name=model.name)
         for model in stepping:

@@ -45,11 +45,13 @@ class Tally:
     def reduce(self) -> dict[str, float]:
         """Returns name to mean over all ranks; every rank must call it with the same names. 0 items give 0."""
         names = sorted(self._sums)
+        distributed.check_alike(names, what="losses and metrics", device=self.device)
         if not names:
             return {}
         table = torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in names])
         sums, counts = distributed.sum_over_ranks(table).cpu().T.tolist()
-        return {name: total / count if count else total for name, total, count in zip(names, sums, counts, strict=True)}
+        means = {n: total / count if count else total for n, total, count in zip(names, sums, counts, strict=True)}
+        return {name: means[name] for name in self._sums}  # in the order in which they came
 
     def find_non_finite(self) -> str:
         """Returns the names whose sums are NaN or infinite, with the ranks; every rank must call it."""

@@ -18,6 +18,7 @@ from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
 from trainer.config import ConfigError
 from trainer.data.loader import MicroBatch
 from trainer.data.sources import TrainingData, TrainSources, ValidationSources, find_missing_fields, name_sources
+from trainer.data.tokenizers import find_vocabulary_problem
 from trainer.engines import Engines, Plugin
 from trainer.handle import ModelHandle
 from trainer.heartbeat import sign_of_life
@@ -29,7 +30,7 @@ from trainer.start_weights import build_order
 from trainer.step import Step
 from trainer.tally import Tally
 from trainer.task import Batch, StepOutput, TaskModule, find_role_problems
-from trainer.window import EVERY, Window, as_mapping, owner
+from trainer.window import EVERY, Window, checked_counts, owner
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class MultiModelTrainer:
         self.global_step = 0
         self.is_filler = False  # whether the current micro-batch only keeps this rank in step and counts for nothing
         self.logged: dict[str, Tensor] = {}  # by the task, of the current micro-batch
+        self.last_losses: dict[str, float] = {}  # "<model>/loss" of the last step that had one
         self._metrics: dict[str, float] = {}  # of the last validation
         self._validated_at: int | None = None
         self.stop_reason: str | None = None  # set by a callback, on all ranks alike, to end the run
@@ -104,7 +106,7 @@ class MultiModelTrainer:
     def validate(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> dict[str, float]:
         """Prepares the models and returns their validation metrics."""
         _check_task(task, models, stage="validate")
-        self.prepare(task, models=models, data=data)
+        self.prepare(task, models=models, data=data, trains=False)
         with self._stage("validate"):
             self.after = self._validate()
         return self.after
@@ -168,10 +170,12 @@ class MultiModelTrainer:
         """
         assert self.validation_loader is not None
         self._set_training(False)
+        # Draws of a validation are the same before, after, and for a model that was exported and loaded again.
+        seed_everything(self.seed, "validation", self.rank)
         tally = Tally(self.device)
         for index, micro in enumerate(islice(self.validation_loader, limit_batches)):
             batch = self._to_device(micro.batch)
-            items = as_mapping(self.task.count_items(batch))
+            items = checked_counts(self.task.count_items(batch))
             self.enter_batch(is_filler=micro.is_filler)
             metrics = self.task.validation_step(batch, index)
             if not isinstance(metrics, dict):
@@ -198,7 +202,9 @@ class MultiModelTrainer:
 
     # Preparation -----------------------------------------------------------------------------------------------------
 
-    def prepare(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
+    def prepare(
+        self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData, trains: bool = True
+    ) -> None:
         """Gives every model its engine and the task its models."""
         check_hook_names(type(task), base=TaskModule)
         self.task, self.tokenizer = task, data.tokenizer
@@ -216,12 +222,19 @@ class MultiModelTrainer:
             accumulation=self.gradient_accumulation_steps,
             num_steps=self.max_steps,
             seed=self.seed,
-            trains=self.train_loader is not None,
+            trains=trains and self.train_loader is not None,
         )
         problems = self.engines.check(models, run)
         if problems:
             raise ConfigError(*problems)
         self.models.update(self._build_models(models, run))
+        problems = [
+            problem
+            for name, model in self.models.items()
+            for problem in find_vocabulary_problem(name, model.module, self.tokenizers[name])
+        ]
+        if problems:
+            raise ConfigError(*problems)
         self.trained = [model for model in self.models.values() if model.trainable]
         self.frozen = [model for model in self.models.values() if not model.trainable]
         task.models, task.trainer = self.models, self
@@ -261,6 +274,12 @@ class MultiModelTrainer:
         """Whether the step that just ended is logged."""
         is_edge = self.global_step in (1, self.last_step) or self.stop_reason is not None
         return self.global_step % self.log_every == 0 or is_edge
+
+    def is_scored(self, name: str) -> bool:
+        """Returns whether a model takes part in validations: its own data, or else the shared ones, have a set."""
+        if self.validation_loader is None:
+            return False
+        return name in self.validation_loader.loaders or name not in self.task.own_data
 
     def log(self, name: str, value: Tensor) -> None:
         """Adds a mean over the current micro-batch's items to the step's metrics."""

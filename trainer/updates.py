@@ -57,7 +57,7 @@ class UpdatePlan:
             return [f"{end}: {start}, so it is never updated; raise it, or set models.{name}.trainable=false"]
         if num_steps is not None and self.first_step > num_steps:
             start = f"{self._why_first(name)}: its first update is in step {self.first_step}"
-            return [f"{start}, but the run has only {num_steps}; lower it, or raise trainer.max_steps"]
+            return [f"{start}, but the run has only {num_steps}; lower it, or lengthen the run"]
         return []
 
     def _why_first(self, name: str) -> str:

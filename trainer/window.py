@@ -30,11 +30,22 @@ class Window:
         for batch in self.batches:
             if not isinstance(batch, Mapping):
                 raise ValueError(f"prepare_batch returned {type(batch).__name__}; return the batch to train on, a dict")
-        counts = [as_mapping(task.count_items(batch)) for batch in self.batches]
-        _check_counts(counts)
+        counts = [checked_counts(task.count_items(batch)) for batch in self.batches]
+        _check_same_keys(counts)
         self._keys = sorted(counts[0])
+        distributed.check_alike(self._keys, what="counts of count_items", device=device)
         self._local = self._table(counts, device)  # (micro-batch, key)
         self._global = distributed.sum_over_ranks(self._local)
+        self.empty = [key for key, total in zip(self._keys, self._totals(), strict=True) if total == 0]
+
+    def _totals(self) -> list[float]:
+        """Returns the items of the window by key, over all ranks, or raises ValueError for what is no count."""
+        lowest, totals = torch.stack([self._local.amin(0), self._global.sum(0)]).tolist()
+        for key, low, total in zip(self._keys, lowest, totals, strict=True):
+            if not (low >= 0 and total < math.inf):  # neither does a NaN
+                name = "count_items" if key == EVERY else f"count_items' '{key}'"
+                raise ValueError(f"{name} is {low} in a micro-batch; it must be a finite number of at least 0")
+        return list(totals)
 
     def _table(self, counts: list[dict[str, int | Tensor]], device: torch.device) -> Tensor:
         rows = [
@@ -79,26 +90,30 @@ class Window:
         for candidate in (key, owner(key), EVERY):
             if candidate in self._keys:
                 return self._keys.index(candidate)
-        raise KeyError(
-            f"count_items gives counts for {', '.join(self._keys)}, but training_step returned '{key}'; "
-            f"return one number for all, or a count for '{key}' or '{owner(key)}'"
+        names = " or ".join(f"'{name}'" for name in dict.fromkeys((key, owner(key))))
+        raise ValueError(
+            f"count_items gives counts for {', '.join(self._keys)}, but there is a loss or metric '{key}'; "
+            f"return one number for all, or a count for {names}"
         )
 
 
-def as_mapping(count: int | Tensor | dict[str, int | Tensor]) -> dict[str, int | Tensor]:
-    """Returns a task's counts by loss key."""
-    return count if isinstance(count, dict) else {EVERY: count}
+def checked_counts(count: int | Tensor | dict[str, int | Tensor]) -> dict[str, int | Tensor]:
+    """Returns a task's counts by loss key, or raises ValueError for what is no count.
+
+    Tensors are looked at by their shape only, not to wait for the device.
+    """
+    counts = count if isinstance(count, dict) else {EVERY: count}
+    for key, value in counts.items():
+        name = "count_items" if key == EVERY else f"count_items' '{key}'"
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; return one number for the micro-batch")
+        if not isinstance(value, Tensor) and not _is_count(value):
+            raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
+    return counts
 
 
-def _check_counts(counts: Sequence[dict[str, int | Tensor]]) -> None:
-    """Raises ValueError for what is no count; tensors are looked at by their shape only, not to wait for the device."""
+def _check_same_keys(counts: Sequence[dict[str, int | Tensor]]) -> None:
     for count in counts:
-        for key, value in count.items():
-            name = "count_items" if key == EVERY else f"count_items' '{key}'"
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"{name} has shape {tuple(value.shape)}; return one number for the micro-batch")
-            if not isinstance(value, Tensor) and not _is_count(value):
-                raise ValueError(f"{name} is {value!r}; it must be a finite number of at least 0")
         if not count or count.keys() != counts[0].keys():
             raise ValueError(
                 f"count_items returned counts for {list(count)} of one micro-batch and {list(counts[0])} of another; "
@@ -125,6 +140,8 @@ def check_output(output: StepOutput, trained: Sequence[str]) -> None:
 def check_keys(keys: Sequence[str], trained: Sequence[str]) -> None:
     """Raises ValueError for a loss key that belongs to no trained model."""
     for key in keys:
+        if not isinstance(key, str):
+            raise ValueError(f"training_step returned a loss under {key!r}; name it by its model, in text")
         if owner(key) not in trained and owner(key) != JOINT:
             raise ValueError(
                 f"training_step returned a loss for '{key}', but the trained models are {', '.join(trained)}; "

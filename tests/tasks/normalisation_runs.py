@@ -24,7 +24,11 @@ from trainer.data.text import TextDataset
 from trainer.handle import gathered_state_dict
 
 NUM_EXAMPLES, BLOCK, LR, CLIP = 32, 40, 0.02, 0.5
-LAYOUTS = {1: [(32, 1), (8, 4), (1, 32)], 2: [(8, 2), (2, 8)], 3: [(4, 3)]}  # ranks: (micro-batch, accumulation)
+LAYOUTS = {
+    1: [(32, 1), (8, 4), (1, 32)],
+    2: [(8, 2), (2, 8), (1, 16)],
+    3: [(4, 3)],
+}  # ranks: (micro-batch, accumulation)
 Weights = dict[str, Tensor]
 
 
@@ -90,6 +94,8 @@ def fit(
     collate: Callable[..., Batch],
     clip: float | None = None,
 ) -> Weights | None:
+    from deepspeed import DeepSpeedEngine
+
     reset_accelerate()
     trainer = MultiModelTrainer(
         {"model": {"zero_optimization": {"stage": stage}}}, max_steps=1, gradient_accumulation_steps=layout[1]
@@ -98,6 +104,8 @@ def fit(
         build=build, optimizer=functools.partial(torch.optim.SGD, lr=LR), dtype=torch.float32, max_grad_norm=clip
     )
     trainer.fit(task, models={"model": spec}, data=TrainingData(train=data, batch_size=layout[0], collate=collate))  # type: ignore[arg-type]
+    engine = trainer.models["model"].engine
+    assert isinstance(engine, DeepSpeedEngine) and engine.zero_optimization_stage() == stage
     trainer.models["model"].settle()
     weights = gathered_state_dict(trainer.models["model"].module)
     return weights if trainer.is_main else None

@@ -25,6 +25,7 @@ from tests.trainer.several_runs import (
     joint,
     make_data,
     make_net,
+    mutual,
     reference,
     run_cases,
     spec,
@@ -52,6 +53,9 @@ def check_plans(folder: Path) -> dict[str, Any]:
                     "step": trainer.global_step,
                     "updates": {name: model.num_updates for name, model in trainer.models.items()},
                     "lr": {name: model.learning_rate() for name, model in trainer.models.items()},
+                    "losses": {
+                        name.removeprefix("train/"): value for name, value in metrics.items() if name.endswith("loss")
+                    },
                     "training": trainer.models["b"].module.training,
                 }
             )
@@ -68,9 +72,17 @@ def check_plans(folder: Path) -> dict[str, Any]:
         found[f"weights {stages}"] = (
             difference(weights, reference(disjoint, global_batches(), plans=plans)) if trainer.is_main else 0.0
         )
+
+    class Sparing(LossTask):
+        """Returns what this step trains."""
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> StepOutput:
+            losses = super().training_step(batch, batch_idx).losses
+            return StepOutput(losses={name: loss for name, loss in losses.items() if self.models[name].is_updating})
+
     seen.clear()
     fit(
-        LossTask(disjoint),
+        Sparing(disjoint),
         {"a": zero(1), "b": zero(2)},
         {name: spec(name, plan=plan, scheduler=schedule) for name, plan in plans.items()},
         callbacks={"watch": Watch()},
@@ -95,6 +107,90 @@ def check_alternation(folder: Path) -> dict[str, Any]:
                     weights, reference(losses, global_batches(), plans=plans)
                 )
     return found
+
+
+def check_gradients(folder: Path) -> dict[str, float]:
+    """What each model's optimizer is about to use in the first step, with AdamW as it comes."""
+    from deepspeed.utils import safe_get_full_grad
+
+    found: dict[str, float] = {}
+    (indices,) = global_batches(1)
+    data = make_data()
+    batch = {key: torch.stack([data[index][key] for index in indices]) for key in ("x", "y")}
+
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer: MultiModelTrainer, task: TaskModule, name: str) -> None:
+            weights = trainer.models[name].module.parameters()
+            self.gradients[name] = [safe_get_full_grad(weight).clone() for weight in weights]
+
+        def __init__(self) -> None:
+            self.gradients: dict[str, list[Tensor]] = {}
+
+    for losses in (mutual, joint):
+        plain = {name: make_net(SEEDS[name]) for name in ("a", "b")}
+        wanted = losses(plain, batch)
+        for stages in ((1, 2), (3, 1), (2, 3)):
+            look = Look()
+            adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+            fit(
+                LossTask(losses), {"a": zero(stages[0]), "b": zero(stages[1])},
+                {name: spec(name, optimizer=adamw) for name in plain}, steps=1, accumulation=3,
+                callbacks={"look": look},
+            )  # fmt: skip
+            found[f"{losses.__name__} {stages}"] = max(
+                float((got.reshape(-1) - expected.reshape(-1)).abs().max())
+                for name, net in plain.items()
+                for got, expected in zip(
+                    look.gradients[name],
+                    torch.autograd.grad(
+                        wanted.get(name, wanted.get("joint")), list(net.parameters()), retain_graph=True
+                    ),
+                    strict=True,
+                )
+            )
+    return found
+
+
+def check_one_rank(folder: Path) -> dict[str, str]:
+    """What every rank hears of a fault of the last one alone."""
+    from trainer import distributed
+
+    is_last = distributed.rank() == distributed.world_size() - 1
+
+    class Faulty(LossTask):
+        def __init__(self, fault: str) -> None:
+            super().__init__(disjoint)
+            self.fault = fault
+
+        def count_items(self, batch: dict[str, Tensor]) -> dict[str, int | Tensor]:
+            others = {"c": 1} if self.fault == "count" and is_last else {}
+            return {"a": len(batch["x"]), "b": len(batch["x"]), **others}
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> StepOutput:
+            output = super().training_step(batch, batch_idx)
+            if self.fault == "nan" and is_last:
+                output.losses["b"] = output.losses["b"] * float("nan")
+            if self.fault == "metric":
+                output.metrics["a/n" if is_last else "a/m"] = 1.0
+            return output
+
+    found = {}
+    for fault in ("nan", "metric", "count"):
+        try:
+            fit(Faulty(fault), {"a": zero(1), "b": zero(2)}, {"a": spec("a"), "b": spec("b")}, steps=1)
+        except (ValueError, RuntimeError) as error:
+            found[fault] = str(error)
+    return found
+
+
+def check_noise(folder: Path) -> dict[str, Any]:
+    class Noisy(LossTask):
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+            return {"noise": torch.randn(())}
+
+    data = TrainingData(train=make_data(), validation=make_data(8), batch_size=2)
+    trainer = fit(Noisy(only("a")), {"a": zero(1)}, {"a": spec("a")}, data=data, steps=1)
+    return {"first": trainer.before, "second": trainer.evaluate()[0]}
 
 
 def check_document(folder: Path) -> dict[str, Any]:
@@ -405,6 +501,9 @@ def check_own_data(folder: Path) -> dict[str, Any]:
 
 
 CHECKS = {
+    "gradients": check_gradients,
+    "one rank": check_one_rank,
+    "noise": check_noise,
     "plans": check_plans,
     "alternation": check_alternation,
     "document": check_document,

@@ -114,10 +114,11 @@ def zero(stage: int) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **block}}
 
 
-def spec(name: str, optimizer: str = "sgd", **options: Any) -> ModelSpec:
+def spec(name: str, optimizer: Any = "sgd", **options: Any) -> ModelSpec:
     return ModelSpec(
         build=functools.partial(make_net, SEEDS[name]),
-        **{"optimizer": OPTIMIZERS[optimizer], "dtype": torch.float32, **options},
+        optimizer=OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer,
+        **{"dtype": torch.float32, **options},
     )
 
 
@@ -139,7 +140,21 @@ def fit(
     )
     batch_size = EXAMPLES // (accumulation * distributed.world_size())
     trainer.fit(task, models=models, data=data or TrainingData(train=make_data(), batch_size=batch_size))
+    check_engines(trainer, plugins)
     return trainer
+
+
+OPTIMIZER_CLASSES = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
+
+
+def check_engines(trainer: MultiModelTrainer, plugins: Mapping[str, Any]) -> None:
+    """Every trained model ran on DeepSpeed's engine and, from ZeRO-1 on, on the optimizer of its stage."""
+    from deepspeed import DeepSpeedEngine
+
+    for model in trainer.trained:
+        stage = plugins[model.name]["zero_optimization"]["stage"]
+        assert isinstance(model.engine, DeepSpeedEngine) and model.engine.zero_optimization_stage() == stage
+        assert type(model.engine.optimizer).__name__ == OPTIMIZER_CLASSES.get(stage, type(model.optimizer).__name__)
 
 
 def weights_of(trainer: MultiModelTrainer) -> Weights:

@@ -6,6 +6,7 @@ import pytest
 
 from trainer import check
 from trainer.compose import Request, compose_run, conf_dir
+from trainer.config import find_name_problems
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -216,3 +217,18 @@ def test_own_data_are_refused_where_the_models_must_read_the_same_examples(tmp_p
     ):
         (problem,) = ask(f"data@models.{model}.data=text", f"models.{model}.data.train={tmp_path}/a.txt")
         assert problem.startswith(f"models.{model}.data: ") and "read the same examples" in problem
+
+
+def test_names_of_models_that_mean_something_else_are_refused() -> None:
+    found = find_name_problems(["student", "joint", "reference", "b/c", "small-2"])
+    assert [problem.partition(":")[0] for problem in found] == ["models.joint", "models.reference", "models.b/c"]
+
+
+def test_a_tokenizer_that_is_not_there_is_named_with_its_key(tmp_path: Path) -> None:
+    found = problems_of_task(
+        "task=disjoint", "data.tokenizer=embedded:bpe-4kk", "data@models.large.data=chat",
+        f"models.large.data.tokenizer={tmp_path}/gone",
+    )  # fmt: skip
+    assert len(found) == 2
+    assert found[0].startswith("data.tokenizer=embedded:bpe-4kk: ") and "bpe-4k" in found[0]
+    assert found[1].startswith("models.large.data.tokenizer=") and "no such folder" in found[1]

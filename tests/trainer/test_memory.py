@@ -55,6 +55,7 @@ def measure(folder: Path) -> dict[str, dict[str, float]]:
         teacher_under(plugin, 8)  # what is imported and allocated once
         before = resident()
         trainer = teacher_under(plugin, WIDTH)
+        assert trainer.models["teacher"].stage == (3 if plugin == "zero3" else None)
         built = resident() - before
         found[plugin] = {
             "built": built / WHOLE,

@@ -46,12 +46,16 @@ def find_missing_fields(sources: Mapping[str, TrainingData], needed: Sequence[st
     found = []
     for name, source in sources.items():
         for part, dataset in (("train", source.train), ("validation", source.validation)):
-            if dataset is None or not needed or len(dataset) == 0:  # type: ignore[arg-type]
+            if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]
                 continue
             batch = source.collate([dataset[0]])
+            key = f"data.{part}" if name == SHARED else f"models.{name}.data.{part}"
+            if not isinstance(batch, Mapping):
+                kind = type(batch).__name__
+                found.append(f"{key}: a batch is of type {kind}; datasets' items and collate must give dicts")
+                continue
             missing = [field for field in needed if field not in batch]
             if missing:
-                key = f"data.{part}" if name == SHARED else f"models.{name}.data.{part}"
                 found.append(
                     f"{key}: the task needs '{missing[0]}' in every batch, but these examples give {', '.join(batch)}; "
                     "choose data of the kind that the task is for"

@@ -24,8 +24,8 @@ def split_rows(rows: list[Row], *, fraction: float, seed: int) -> tuple[list[Row
         documents[_document(row)].append(index)
     if len(documents) < 2:
         raise ConfigError(
-            f"data.validation is absent, and data.train cannot be split: it holds {len(documents)} document(s), "
-            "at least 2 are needed; give data.validation, or separate documents by blank lines or a `document` column"
+            f"{len(documents)} document(s) cannot be split into training and validation, at least 2 are needed; give a "
+            "validation set, or separate documents by blank lines or a `document` column"
         )
     held_out = _choose(list(documents.values()), num_rows=max(1, round(fraction * len(rows))), seed=seed)
     train = [row for index, row in enumerate(rows) if index not in held_out]

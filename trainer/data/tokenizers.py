@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import transformers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from trainer import assets
 from trainer.config import ConfigError
@@ -36,6 +37,31 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer.pad_token = tokenizer.eos_token
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
+
+
+def check_tokenizer(key: str, name: str | None) -> list[str]:
+    """Returns the problem of a tokenizer's name, as far as that can be told without the network."""
+    if name is None:
+        return []
+    if name.startswith(assets.PREFIX):
+        problem = assets.find_tokenizer_problem(name)
+        return [f"{key}={name}: {problem}"] if problem else []
+    path = Path(name).expanduser()
+    if name.startswith(("/", ".", "~")) and not path.exists():
+        return [f"{key}={name}: there is no such folder; give one with tokenizer.json, a hub name or embedded:<asset>"]
+    return []
+
+
+def find_vocabulary_problem(name: str, module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    """Returns the problem of a model that has no row for some of its tokenizer's token ids."""
+    config = getattr(module, "config", None)
+    if tokenizer is None or not isinstance(config, PreTrainedConfig):
+        return []
+    size, largest = getattr(config.get_text_config(), "vocab_size", None), max(tokenizer.get_vocab().values())
+    if not isinstance(size, int) or largest < size:
+        return []
+    numbers = f"models.{name} knows {size} token ids, but its data's tokenizer gives ids up to {largest}"
+    return [f"{numbers}; choose the tokenizer that belongs to the model, or a build with a larger vocab_size"]
 
 
 def check_same_vocabulary(names: dict[str, PreTrainedTokenizerBase]) -> list[str]:

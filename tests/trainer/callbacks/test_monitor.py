@@ -18,7 +18,7 @@ def handle(
         learning_rate=lambda: lr,
         grad_norm=lambda: norm,
         num_updates=3,
-        num_skipped=1,
+        num_skipped=0 if dtype == torch.float32 else 1,
         dtype=dtype,
         loss_scale=lambda: scale,
     )
