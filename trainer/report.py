@@ -82,6 +82,14 @@ def _trained_columns(
     ]
 
 
+def columns_without(others: Sequence[str], columns: Sequence[str], rows: Rows) -> tuple[list[str], Rows]:
+    """Returns the head and the rows without the columns of other models, and without rows that are empty then."""
+    theirs = {f"{name} {when}" for name in others for when in ("before", "after")}
+    kept = [index for index, title in enumerate(columns) if title not in theirs]
+    cut = [[row[index] for index in kept] for row in rows]
+    return [columns[index] for index in kept], [row for row in cut if any(row[1:])]
+
+
 def _label(name: str, labels: Mapping[str, str]) -> str:
     short = name.removeprefix("val/")
     return labels.get(short, short.replace("_", " "))

@@ -22,7 +22,7 @@ from trainer.config import ConfigError
 from trainer.export import RESCORED_BATCHES, export_model, rescore
 from trainer.heartbeat import sign_of_life
 from trainer.loggers.logger import Logger
-from trainer.report import closing_rows, closing_table, model_card, sample_panel
+from trainer.report import closing_rows, closing_table, columns_without, model_card, sample_panel
 from trainer.saved import claim_folder, resolved, save_config
 from trainer.trainer import MultiModelTrainer
 
@@ -114,6 +114,8 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
         build = cfg.models[folder.name].build
         is_adapter = (folder / CONFIG_FILE).exists()
         teacher = cfg.models[job.task.reference].build.get("name") if job.task.reference else None
+        others = [model.name for model in trainer.trained if model.name != folder.name]
+        own_columns, own_rows = columns_without(others, columns, rows)
         card = model_card(
             name=folder.name,
             command=command,
@@ -124,8 +126,8 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
             base_model=build.get("name"),
             teacher=teacher,
             data=_sources(cfg, [folder.name]),
-            columns=columns,
-            rows=rows,
+            columns=own_columns,
+            rows=own_rows,
             sample_columns=samples.columns if samples is not None and samples.answers else (),
             sample_rows=samples.rows if samples is not None and samples.answers else (),
             versions={name: version(name) for name in ("torch", "deepspeed", "accelerate", "transformers")},

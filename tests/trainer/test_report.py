@@ -3,7 +3,7 @@ import io
 import yaml
 from rich.console import Console, RenderableType
 
-from trainer.report import closing_rows, closing_table, is_hub_name, model_card, sample_panel
+from trainer.report import closing_rows, closing_table, columns_without, is_hub_name, model_card, sample_panel
 
 LABELS = {"cross_entropy": "cross-entropy (nats)", "forward_kl": "KL(teacher||student)"}
 
@@ -66,6 +66,14 @@ def test_several_trained_models_have_columns_of_their_own() -> None:
         ["parameters", "1,000", "1,000", "2,000", "2,000"],
         ["step time (s)", "", "1", "", ""],
     ]
+
+
+def test_a_models_own_card_leaves_the_columns_of_others_out() -> None:
+    columns = ["", "small before", "small after", "large before", "large after"]
+    rows = [["loss", "4", "2", "3", "1"], ["step time (s)", "", "1", "", ""]]
+
+    assert columns_without(["large"], columns, rows) == (columns[:3], [["loss", "4", "2"], ["step time (s)", "", "1"]])
+    assert columns_without(["small"], columns, rows) == (["", "large before", "large after"], [["loss", "3", "1"]])
 
 
 def test_metrics_of_several_models_together_have_columns_for_all() -> None:
