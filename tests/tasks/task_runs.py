@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -379,12 +378,8 @@ def run_gather(rank: int) -> Found:
 
 def run_tasks(folder: Path) -> dict[str, Any]:
     """Returns the findings of all tasks by name and case; weights are on rank 0 only."""
-    import deepspeed  # noqa: F401
-
     from trainer import distributed
 
-    # Each run makes several full collections, which go through all that the libraries hold; 0.4 s each.
-    gc.freeze()
     world_size = distributed.world_size()
     wanted = [part.split() for part in CASES[world_size].split("|")]
     runs = {"disjoint": run_disjoint, "mutual": run_mutual, "dual": run_dual}
