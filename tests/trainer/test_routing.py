@@ -12,10 +12,9 @@ import torch
 
 from tests.ranks import run_ranks
 from tests.trainer.several_checks import run_checks
-from tests.trainer.several_runs import FACTORS, Case, pair_and_third, run_cases
+from tests.trainer.several_runs import FACTORS, OPTIMIZER_CLASSES, Case, pair_and_third, run_cases
 from trainer.routing import receivers
 
-ENGINES = {1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
 PLAIN = {"sgd": "SGD", "adamw": "AdamW"}  # of ZeRO-0
 # float32 on both sides, after 5 updates of weights of size 1: rounding is a few 1e-8 a step.
 TOLERANCE = 1e-6
@@ -65,7 +64,7 @@ def _wrong(cases: dict[Case, dict[str, Any]]) -> dict[Case, float]:
 
 
 def _claims(case: Case) -> list[tuple[str, int]]:
-    names = [PLAIN[case[4]] if stage == 0 else ENGINES[stage] for stage in case[1:3]]
+    names = [OPTIMIZER_CLASSES.get(stage, PLAIN[case[4]]) for stage in case[1:3]]
     return list(zip(names, case[1:3], strict=True))
 
 

@@ -18,6 +18,16 @@ Collate = Callable[[list[Any]], Batch]
 SHARED = ""  # the name of the examples that are no model's own
 
 
+def data_key(name: str, part: str) -> str:
+    """Returns where a set stands in the configuration, such as models.critic.data.train.
+
+    Args:
+        name: The model whose own it is, or SHARED.
+        part: "train" or "validation".
+    """
+    return f"data.{part}" if name == SHARED else f"models.{name}.data.{part}"
+
+
 @dataclass(kw_only=True)
 class MicroBatch:
     """One collated micro-batch.
@@ -145,6 +155,5 @@ def _batches(dataset: Dataset[Any], indices: _Indices, *, collate: Collate, num_
 def _num_examples(dataset: Dataset[Any], name: str, part: str) -> int:
     num_examples = len(dataset)  # type: ignore[arg-type]  # map-style: torch's base class has no __len__
     if num_examples == 0:
-        key = f"data.{part}" if name == SHARED else f"models.{name}.data.{part}"
-        raise ConfigError(f"{key} holds no examples; at least one is needed")
+        raise ConfigError(f"{data_key(name, part)} holds no examples; at least one is needed")
     return num_examples

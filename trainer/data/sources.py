@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import Dataset, default_collate
 
 from trainer.config import ConfigError
-from trainer.data.loader import SHARED, MicroBatch, TrainLoader, ValidationLoader
+from trainer.data.loader import SHARED, MicroBatch, TrainLoader, ValidationLoader, data_key
 from trainer.task import Batch
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def find_missing_fields(sources: Mapping[str, TrainingData], needed: Sequence[st
             if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]
                 continue
             batch = source.collate([dataset[0]])
-            key = f"data.{part}" if name == SHARED else f"models.{name}.data.{part}"
+            key = data_key(name, part)
             if not isinstance(batch, Mapping):
                 kind = type(batch).__name__
                 found.append(f"{key}: a batch is of type {kind}; datasets' items and collate must give dicts")

@@ -5,16 +5,14 @@ Same models, data and steps; fresh processes, the two interleaved; prints median
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 
-from rich.console import Console
 from rich.table import Table
 
 from tests.benchmarks.disjoint.by_hand import MODELS
-from tests.benchmarks.overhead.__main__ import PARTS, Numbers, measure
+from tests.benchmarks.overhead.__main__ import PARTS, Numbers, main, measure
 from tests.benchmarks.overhead.parts import BATCH, LR
 
 AIMS = {"step time (s)": 1.02, "total time (s)": 1.02}
@@ -75,16 +73,5 @@ def compare(num_ranks: int, num_steps: int, repeats: int) -> Table:
     return table
 
 
-def main() -> None:
-    """Prints a table for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    for num_ranks in args.ranks:
-        Console().print(compare(num_ranks, args.steps, args.repeats))
-
-
 if __name__ == "__main__":
-    main()
+    main(compare, description=__doc__)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -87,9 +88,9 @@ def compare(num_ranks: int, num_steps: int, repeats: int) -> Table:
     return table
 
 
-def main() -> None:
+def main(compare: Callable[[int, int, int], Table], *, description: str | None) -> None:
     """Prints a table for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
@@ -99,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(compare, description=__doc__)
