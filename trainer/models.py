@@ -3,6 +3,7 @@
 import difflib
 import fnmatch
 import importlib.util
+import json
 import logging
 import re
 import warnings
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeVar, cast
 
 import torch
@@ -35,7 +37,7 @@ _FROM_CONFIGS = {  # each with what it builds, and the configs that transformers
     _FROM_CONFIG: ("language model", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
     "trainer.encoders.encoder_from_config": ("model", transformers.MODEL_MAPPING),
 }
-_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, SafetensorError)
+_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, SafetensorError, UnpicklingError)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -338,6 +340,9 @@ def _check_weights(key: str, name: str) -> list[str]:
     folder = Path(name).expanduser()
     if not folder.is_dir():
         return []
+    for index in sorted(folder.glob("*.index.json")):
+        if problem := _index_problem(index):
+            return [f"{key}={name}: {problem}"]
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -347,6 +352,16 @@ def _check_weights(key: str, name: str) -> list[str]:
     if not any(file.suffix in (".safetensors", ".bin", ".json") for file in folder.glob("*model*")):
         return [f"{key}={name}: this folder has no weights, such as the model.safetensors that save_pretrained writes"]
     return []
+
+
+def _index_problem(index: Path) -> str | None:
+    """Returns why an index of weights is not to be followed: transformers would, also out of the folder."""
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        return f"{index.name} is broken ({_first_line(error)}); copy or download it again"
+    outside = sorted(str(name) for name in names if Path(str(name)).name != name)
+    return f"{index.name} names {outside[0]}, which is not in the folder; correct it" if outside else None
 
 
 def _looks_like_path(name: str) -> bool:

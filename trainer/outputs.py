@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,22 @@ import rich
 from rich.text import Text
 
 from trainer import distributed
+from trainer.redact import RedactingFormatter, redact
 
 # Logging -------------------------------------------------------------------------------------------------------------
 
+LAYOUT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 STYLES = {logging.WARNING: "yellow", logging.ERROR: "bold red", logging.CRITICAL: "bold red"}
 
 
-def setup_logging(folder: Path | None, *, is_main: bool) -> None:
+def setup_logging(folder: Path | None, *, is_main: bool, secrets: Collection[str] = ()) -> None:
     """Sends log records to stderr, and on rank 0 to run.log; other ranks show warnings only, with their rank.
 
     Called again, it replaces what it set up before: first without a folder, then with it. Warnings of Python and of
     third parties come the same way. A record with `extra={"file_only": True}` stays off the console.
+
+    Args:
+        secrets: Values that are hidden besides those that `redact` knows.
     """
     rich.reconfigure(stderr=True)
     root = logging.getLogger()
@@ -39,12 +44,14 @@ def setup_logging(folder: Path | None, *, is_main: bool) -> None:
             handler.close()
     root.setLevel(logging.INFO)
     root.addHandler(ConsoleHandler(prefix="" if is_main else f"[rank {distributed.rank()}] "))
+    root.handlers[-1].setFormatter(RedactingFormatter(secrets=secrets))
     if not is_main:
         root.handlers[-1].setLevel(logging.WARNING)
     elif folder is None:
         root.addHandler(EarlyRecords())
     else:
         root.addHandler(RunLogHandler(folder / "run.log"))
+        root.handlers[-1].setFormatter(RedactingFormatter(LAYOUT, secrets=secrets))
         if early is not None:
             early.setTarget(root.handlers[-1])
             early.close()
@@ -80,7 +87,6 @@ class RunLogHandler(logging.FileHandler):
         super().__init__(file, encoding="utf-8")
         self.addFilter(is_no_chatter)
         self.addFilter(lambda record: record.name != "trainer.heartbeat")  # for those who wait
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
 
 
 # Third parties -------------------------------------------------------------------------------------------------------
@@ -91,7 +97,7 @@ CHATTY = ("accelerate", "datasets", "deepspeed", "filelock", "fsspec", "httpcore
 
 # Logger to those of its warnings that a user of this trainer can do nothing about; they still reach run.log.
 ADVISORY: dict[str, re.Pattern[str]] = {
-    # All of them: memory cache flushes, untested optimizers, skipped steps (which NonFiniteGuard reports).
+    # All of them: memory cache flushes, untested optimizers, skipped steps (which trainer/non_finite.py reports).
     "DeepSpeed": re.compile(""),
     "transformers": re.compile(
         r"is incompatible with gradient checkpointing"  # it switches the cache off by itself
@@ -192,7 +198,7 @@ def write_summary(
     NaN and infinities, which JSON does not have, are null.
     """
     summary: dict[str, Any] = {
-        "task": task,
+        "task": redact(task),
         "status": status,
         "global_step": global_step,
         "seconds": round(seconds, 3),

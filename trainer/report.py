@@ -12,6 +12,8 @@ from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 
+from trainer.redact import redact
+
 Rows = list[list[str]]
 
 # Closing table -------------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def model_card(
     versions: Mapping[str, str] | None = None,
     notes: str = "",
 ) -> str:
-    """Returns a README.md with front matter for an exported model; needs no network.
+    """Returns a README.md with front matter for an exported model, without secrets; needs no network.
 
     Args:
         name: The model's role, such as "student".
@@ -197,7 +199,7 @@ def model_card(
         _markdown_samples(sample_columns, sample_rows),
         f"## Versions\n\n{_markdown_versions(versions)}" if versions else "",
     ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    return redact("\n\n".join(section for section in sections if section) + "\n")
 
 
 def _markdown_adapter(kind: str, base: str | None) -> str:

@@ -155,3 +155,20 @@ def test_card_of_an_adapter_says_how_it_is_loaded() -> None:
     assert 'base_model = LlamaForCausalLM.from_pretrained("org/small")\n' in named
     assert 'model = PeftModel.from_pretrained(base_model, "<this folder>")' in named
     assert "build.yaml" in built and "transformers import" not in built
+
+
+def test_a_card_holds_no_secret() -> None:
+    card = model_card(
+        name="student",
+        command="python -m trainer task=distill",
+        run_name="run",
+        task="distill",
+        is_transformers=True,
+        data=["https://me:password@host/train.jsonl"],
+        sample_columns=["prompt", "student"],
+        sample_rows=[["Your key?", "api_key=correct-horse"]],
+    )
+
+    assert "`https://***@host/train.jsonl`" in card
+    assert "password" not in card
+    assert "correct-horse" not in card

@@ -22,10 +22,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     path = assets.resolve_tokenizer(name) if name.startswith(assets.PREFIX) else Path(name).expanduser()
     try:
         with _quiet_transformers():
+            # Without trust_remote_code=False, transformers asks on the terminal whether to run a tokenizer's own code.
             if path.suffix == ".gguf":
-                tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    str(path.parent), gguf_file=path.name, trust_remote_code=False
+                )
             else:
-                tokenizer = AutoTokenizer.from_pretrained(str(path) if path.exists() else name)
+                source = str(path) if path.exists() else name
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(

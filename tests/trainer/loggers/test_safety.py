@@ -1,25 +1,8 @@
+import logging
+
 import pytest
 
-from trainer.loggers.safety import HIDDEN, Fuse, without_secrets
-
-
-def test_secrets_are_hidden_and_their_look_alikes_are_not() -> None:
-    config = {
-        "tokenizer": "t",
-        "task": {"max_new_tokens": 3, "pad_token": "p", "key_size": 1},
-        "hub": [
-            {"token": "s", "hf_token": "s", "API_KEY": "s", "aws_secret": "s", "password": "s", "credentials": None}
-        ],
-    }
-
-    clean = without_secrets(config)
-
-    assert clean["tokenizer"] == "t"
-    assert clean["task"] == config["task"]
-    assert clean["hub"] == [
-        {"token": HIDDEN, "hf_token": HIDDEN, "API_KEY": HIDDEN, "aws_secret": HIDDEN, "password": HIDDEN,
-         "credentials": None}
-    ]  # fmt: skip
+from trainer.loggers.safety import Fuse
 
 
 def test_an_interrupt_passes_the_fuse() -> None:
@@ -28,3 +11,14 @@ def test_an_interrupt_passes_the_fuse() -> None:
     with pytest.raises(KeyboardInterrupt), fuse.guard("logging"):
         raise KeyboardInterrupt
     assert not fuse.is_blown
+
+
+def test_only_the_first_failure_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    fuse = Fuse("wandb")
+
+    for what in ("logging", "finishing"):
+        with fuse.guard(what):
+            raise OSError("disk full")
+
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "logging failed (OSError: disk full); the run goes on" in warning.getMessage()

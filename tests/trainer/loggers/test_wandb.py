@@ -1,14 +1,18 @@
 import json
 import logging
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from trainer.config import ConfigError
 from trainer.loggers import WandbLogger
+from trainer.loggers.wandb import _has_secret_remote
 
 BLOCK, FULL, LAST = 32768, 1, 4
 CONFIG = {"seed": 7, "models": {"student": {"dtype": "auto"}}, "hub": {"api_key": "do-not-tell"}}
@@ -38,7 +42,9 @@ def offline_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     logger_of_wandb.setLevel(logging.INFO)
 
     logger = WandbLogger(project="trainer", tags=["test"])
-    logger.start(folder=folder, config=CONFIG, name="a-run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["trainer", "task=distill", "hub.api_key=do-not-tell"])
+        logger.start(folder=folder, config=CONFIG, name="a-run")
     logger.log_metrics({"val/loss": 3.0}, step=0)
     logger.log_metrics({"train/loss": 2.0, "perf/step_time": 0.1}, step=10)
     logger.log_metrics({"val/loss": 1.0}, step=10)
@@ -117,6 +123,7 @@ def test_the_configuration_is_there_without_secrets(offline_run: tuple[Path, str
     config = items(run.config.update)
     assert config["seed"] == 7
     assert config["models"] == {"student": {"dtype": "auto"}}
+    assert list(records(folder, "environment")[0].args) == ["task=distill", "hub.api_key=???"]
     assert not any(b"do-not-tell" in file.read_bytes() for file in folder.rglob("*") if file.is_file())
 
 
@@ -126,24 +133,6 @@ def test_the_run_id_stays_in_the_folder(offline_run: tuple[Path, str]) -> None:
 
     assert (folder / "wandb_run_id.txt").read_text().strip() == run.run_id
     assert (run.project, run.display_name, list(run.tags)) == ("trainer", "a-run", ["test"])
-
-
-def test_a_killed_service_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logger = WandbLogger(project="trainer")
-    logger.start(folder=tmp_path, config=CONFIG, name="a-run")
-    services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
-    for service in services:
-        service.kill()
-    psutil.wait_procs(services)
-
-    for step in range(3):
-        logger.log_metrics({"train/loss": 1.0}, step=step)
-        logger.log_table("samples", columns=["prompt"], rows=[["Who?"]], step=step)
-    logger.close(status="completed")
-
-    assert services
-    (warning,) = our_warnings(caplog)
-    assert warning.startswith("wandb is off for the rest of this run")
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,6 +168,128 @@ def test_a_server_that_cannot_be_reached_means_offline(
 
     assert "cannot start online (CommError: no route to host): offline" in caplog.text
     assert items(records(tmp_path, "history")[0].item)["train/loss"] == 1.0
+
+
+def test_a_resumed_run_keeps_its_id_and_a_new_one_gets_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    ids, position = [], None
+    for going_on in (None, "saved", "saved", {}, None):
+        logger = WandbLogger(project="trainer")
+        logger.start(folder=tmp_path, config={}, name="a-run", position=position if going_on == "saved" else going_on)
+        logger.log_metrics({"train/loss": 1.0}, step=3)
+        position = logger.position()
+        logger.close(status="completed")
+        ids.append((tmp_path / "wandb_run_id.txt").read_text())
+
+    assert position == {"step": 3}
+    assert ids[0] == ids[1] == ids[2]
+    assert len(set(ids[2:])) == 3
+
+
+@pytest.mark.parametrize(
+    ("address", "is_secret"),
+    [("https://abcdef012345:x-oauth-basic@host/x.git", True), ("git@host:me/x.git", False), ("https://host/x", False)],
+)
+def test_wandb_hears_nothing_of_a_git_remote_with_credentials(
+    address: str, is_secret: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (["init", "--quiet"], ["remote", "add", "origin", address]):
+        subprocess.run(["git", *words], check=True)
+
+    assert _has_secret_remote() is is_secret
+
+
+# Faults, each in a process of its own: a run must also end ------------------------------------------------------------
+
+RUN = """
+import logging, os, shutil, signal, sys, time
+from pathlib import Path
+import psutil
+from trainer.loggers import JsonlLogger, WandbLogger, wandb as ours
+
+fault, folder = sys.argv[1], Path(sys.argv[2])
+logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s %(message)s")
+ours.CONNECT_SECONDS, ours.FINISH_SECONDS, ours.STUCK_SECONDS = 3.0, 2.0, 2.0
+loggers = [JsonlLogger(), WandbLogger(project="trainer")]
+for logger in loggers:
+    logger.start(folder=folder, config={}, name="run")
+for step in range(60):
+    if step == 20:
+        services = [child for child in psutil.Process().children(recursive=True) if "wandb" in child.name()]
+        if fault in ("killed", "stopped"):
+            assert services
+            for service in services:
+                service.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+        elif fault == "removed":
+            shutil.rmtree(folder / "wandb")
+    for logger in loggers:
+        logger.log_metrics({f"train/{number}": 0.123456789 * step for number in range(200)}, step=step)
+    time.sleep(0.02)
+for logger in loggers:
+    logger.close(status="completed")
+"""
+
+
+def faulty_run(
+    fault: str, folder: Path, *, before: tuple[str, ...] = (), **environment: str
+) -> tuple[list[str], float]:
+    """Returns the warnings of a run with a fault, and its seconds, after checks of what every run must leave."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [*before, sys.executable, "-c", RUN, fault, str(folder)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()] == list(range(60))
+    ours = [line for line in done.stderr.splitlines() if line.startswith("WARNING trainer")]
+    return ours, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"), [("killed", "logging failed"), ("stopped", "failed"), ("removed", "was removed")]
+)
+def test_a_fault_of_wandb_is_one_warning_and_the_run_ends(fault: str, reason: str, tmp_path: Path) -> None:
+    (warning,), seconds = faulty_run(fault, tmp_path)
+
+    assert "wandb is off for the rest of this run" in warning
+    assert reason in warning
+    assert seconds < 60
+
+
+def test_a_full_disk_of_wandb_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()
+    mount = f"mount -t tmpfs -o size=200k tmpfs {tmp_path}/wandb"
+    if subprocess.run(["unshare", "-rm", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("may not mount a small disk here")
+
+    (warning,), _ = faulty_run("full", tmp_path, before=("unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh"))
+
+    assert "wandb is off for the rest of this run: logging failed (OSError: no space left on the disk" in warning
+
+
+def test_a_record_that_wandb_could_not_keep_is_one_warning(tmp_path: Path) -> None:
+    # Metrics of ours are below the limit on a file's size, wandb's file is not; its process tells only its own log.
+    (tmp_path / "out").mkdir()
+    limit = ("bash", "-c", 'ulimit -f 400; exec "$@"', "bash")
+
+    warnings, _ = faulty_run("full", tmp_path / "out", before=limit)
+
+    assert len(warnings) == 1
+    assert "failed to save record" in warnings[0]
+
+
+def test_an_unreachable_server_means_offline_in_time(tmp_path: Path) -> None:
+    (warning,), seconds = faulty_run(
+        "unreachable", tmp_path, WANDB_API_KEY="a" * 40, WANDB_BASE_URL="http://127.0.0.1:9"
+    )
+
+    assert "wandb cannot start online" in warning
+    assert len(list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))) == 1
+    assert seconds < 60
 
 
 def test_an_unknown_mode_is_refused() -> None:
