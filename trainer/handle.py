@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import distributed
+from trainer.discard import discard_gradients
 from trainer.plugins import Config, stage_of
 from trainer.updates import UpdatePlan
 
@@ -49,17 +51,20 @@ class ModelHandle:
         self.name, self.engine, self.module, self.trainable = name, engine, module, trainable
         self.config, self.accumulation, self.plan = config, accumulation, plan
         self.optimizer, self.scheduler, self.schedule = optimizer, scheduler, schedule
-        self.is_plain = trainable and _is_plain(config, module)
+        self.is_bare = trainable and _is_bare(config, module)
+        self.is_plain = self.is_bare and not _uses_autocast(config)
         self.trained_weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
         self.is_updating = trainable  # whether its losses count in the current window
         self.has_ended = False  # whether its plan keeps its weights as they are from here on
         self.num_updates = 0
-        self.num_skipped = 0  # updates that the engine left out, since their gradients were not finite
+        self.num_skipped = 0  # updates that were left out, since a loss or gradient was not finite
+        self.skipped_in_a_row = 0  # of these, those since the last one that was applied
         self.output_nodes: set[Node] = set()  # where its outputs of this micro-batch stand in the graph
         self.on_gradient: Callable[[str], None] | None = None  # told when a gradient comes to one of them
         self._select = select
         self._used_lr: float | None = None
         self._grad_norm: float | None = None
+        self._was_applied = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the model's outputs, through the wrapper that gathers sharded weights; frozen: without a graph.
@@ -123,32 +128,55 @@ class ModelHandle:
             self.engine.backward(loss, scale_wrt_gas=False)  # type: ignore[operator]
 
     def step(self) -> None:
-        """Clips, updates, zeroes the gradients and moves the schedule on, unless the engine skips the update."""
+        """Clips, updates, zeroes the gradients and moves the schedule on, unless the gradients are not finite."""
         assert self.optimizer is not None, f"{self.name} is frozen"
         self._used_lr = float(self.optimizer.param_groups[0]["lr"])
-        norm = None
         if self.is_plain:
             self.engine.allreduce_gradients()  # type: ignore[operator]
-            norm = self._norm_of_plain_gradients()
-        self.engine.step()  # type: ignore[operator]
-        norm = self.engine.get_global_grad_norm() if norm is None else norm  # type: ignore[operator]
-        self._grad_norm = None if norm is None else float(norm)
-        if not self.was_update_applied():
-            self.num_skipped += 1
+        norm = self._norm_of_bare_gradients()
+        if norm is not None and not math.isfinite(norm):
+            self._grad_norm = norm
+            self.discard()
             return
+        self.engine.step()  # type: ignore[operator]
+        self._grad_norm = self._norm_of_engine() if norm is None else norm
+        if not self.engine.was_step_applied():  # type: ignore[operator]
+            if self._grad_norm is None or math.isfinite(self._grad_norm):
+                self._grad_norm = math.inf  # some of DeepSpeed's optimizers keep the one before
+            self.discard()
+            return
+        self._was_applied, self.skipped_in_a_row = True, 0
         self.num_updates += 1
         if self.scheduler is not None:
             self.scheduler.step()
 
-    def was_update_applied(self) -> bool:
-        """Returns whether the engine applied the last update; it skips one whose gradients overflowed."""
-        return bool(self.engine.was_step_applied())  # type: ignore[operator]
+    def discard(self) -> None:
+        """Drops the gradients of an update that must not happen; to be called in the place of `step`.
 
-    def _norm_of_plain_gradients(self) -> Tensor:
-        # ZeRO-0 in float32 has no DeepSpeed optimizer that would compute one.
-        return nn.utils.get_total_norm(
-            [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
-        )
+        The schedule does not move, and neither does the loss scale, unless the engine itself skipped the update.
+        """
+        discard_gradients(self.engine)
+        self._was_applied = False
+        self.num_skipped += 1
+        self.skipped_in_a_row += 1
+
+    def was_update_applied(self) -> bool:
+        """Returns whether the last update was applied; one with losses or gradients that are not finite is not."""
+        return self._was_applied
+
+    def _norm_of_bare_gradients(self) -> float | None:
+        """Returns the norm before the update where no DeepSpeed optimizer looks at it: ZeRO-0 in float32."""
+        # A scaler, of torch_autocast in float16, multiplied them and skips by itself.
+        if not self.is_bare or self.engine.torch_autocast_z0_gradscaler is not None:
+            return None
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return float(nn.utils.get_total_norm(gradients))
+
+    def _norm_of_engine(self) -> float | None:
+        norm = self.engine.get_global_grad_norm()  # type: ignore[operator]
+        if norm is None:
+            return None
+        return float(norm) if norm >= 0 else math.nan  # DeepSpeed's sign of one that is not finite: -1
 
     def set_training(self, mode: bool) -> None:
         """Puts a trained model into training or evaluation mode; a frozen one is always in evaluation mode."""
@@ -207,9 +235,22 @@ class ModelHandle:
         """Returns the norm of the last update's gradient over all ranks, before clipping."""
         return self._grad_norm
 
-    def fingerprint(self) -> list[int]:
-        """Returns a number per weight that changes when any bit of this rank's part does."""
-        return [_checksum(local) for local in self.local_weights()]
+    def counts(self) -> dict[str, Any]:
+        """Returns what it counts and shows of its updates."""
+        return {
+            "num_updates": self.num_updates,
+            "num_skipped": self.num_skipped,
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "has_ended": self.has_ended,
+            "used_lr": self._used_lr,
+            "grad_norm": self._grad_norm,
+        }
+
+    def load_counts(self, counts: Mapping[str, Any]) -> None:
+        """Takes back what `counts` returned."""
+        self.num_updates, self.num_skipped = counts["num_updates"], counts["num_skipped"]
+        self.skipped_in_a_row, self.has_ended = counts["skipped_in_a_row"], counts["has_ended"]
+        self._used_lr, self._grad_norm = counts["used_lr"], counts["grad_norm"]
 
 
 def is_sharded(parameter: nn.Parameter) -> bool:
@@ -219,11 +260,15 @@ def is_sharded(parameter: nn.Parameter) -> bool:
     return bool(is_zero_param(parameter))
 
 
-def _is_plain(config: Config | None, module: nn.Module) -> bool:
+def _is_bare(config: Config | None, module: nn.Module) -> bool:
     """Returns whether the engine is no more than data parallelism: no DeepSpeed optimizer holds the gradients."""
-    if config is None or stage_of(config) != 0 or config.get("torch_autocast", {}).get("enabled", False):
+    if config is None or stage_of(config) != 0:
         return False
     return all(parameter.dtype == torch.float32 for parameter in module.parameters() if parameter.is_floating_point())
+
+
+def _uses_autocast(config: Config | None) -> bool:
+    return config is not None and bool(config.get("torch_autocast", {}).get("enabled", False))
 
 
 def _tensors_with_graph(output: Any) -> Iterator[Tensor]:
@@ -247,14 +292,6 @@ def full_shape(value: Tensor) -> torch.Size:
 
 def _numel(parameter: nn.Parameter) -> int:
     return int(parameter.ds_numel) if is_sharded(parameter) else parameter.numel()  # type: ignore[attr-defined]
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _checksum(values: Tensor) -> int:
-    bits = values.detach().reshape(-1).view(_INTEGERS[values.element_size()])
-    return int(bits.sum(dtype=torch.int64).item())
 
 
 def gathered_state_dict(module: nn.Module) -> dict[str, Tensor]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from trainer.non_finite import NonFiniteGuard
 from trainer.routing import Backward, receivers
 from trainer.tally import Tally
-from trainer.task import NonFiniteError, StepOutput
+from trainer.task import StepOutput
 from trainer.window import EVERY, Window, check_output, owner
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Step:
     def __init__(self, trainer: MultiModelTrainer, window: Window) -> None:
         self.trainer, self.window = trainer, window
         self.tally = Tally(trainer.device)
+        self.guard = NonFiniteGuard(trainer, window)
         self.reduced: dict[str, float] = {}
         self._losses: dict[str, None] = {}  # their names among the metrics, such as student/loss, in order
         self.updating = [model for model in trainer.trained if model.is_updating]
@@ -98,24 +100,33 @@ class Step:
         logged = share.detach() / (self.trainer.world_size * self.window.num_updates(accumulation))
         self._losses[f"{owner(key)}/loss"] = None
         self.tally.add(f"{owner(key)}/loss", logged, 0.0)
-        self.tally.watch(key, loss)
+        self.guard.record.add(index, key, loss)
         return share
 
     def _update(self, stepping: list[ModelHandle]) -> None:
         """Steps the models whose accumulation ends here, once every loss is known to be finite on all ranks."""
         trainer, self.reduced = self.trainer, self.tally.reduce()
         losses = {name: self.reduced[name] for name in self._losses}
-        _check_finite(losses, self.tally, step=trainer.global_step + 1)
-        # A model that this step leaves out shows its last loss, as it does its last rate, or the sum would jump.
-        trainer.last_losses.update(losses)
-        ended = {f"{model.name}/loss" for model in trainer.trained if model.has_ended} - losses.keys()
-        losses = {name: value for name, value in trainer.last_losses.items() if name not in ended}
-        self.reduced = {"loss": sum(losses.values()), **losses, **self.reduced}
+        self._show(losses)
+        if self.guard.refuses(losses, stepping):
+            return
         for model in stepping:
             trainer.emit("on_before_optimizer_step", name=model.name)
         for model in stepping:
             model.step()
+            self.guard.check_update(model)
             trainer.emit("on_after_optimizer_step", name=model.name)
+
+    def _show(self, losses: Mapping[str, float]) -> None:
+        """Puts the losses among the metrics."""
+        # A model that this step leaves out shows its last loss, as it does its last rate, or the sum would jump.
+        last = self.trainer.last_losses
+        shown = {**last, **losses}
+        last.update({name: value for name, value in losses.items() if math.isfinite(value)})
+        for model in self.trainer.trained:
+            if model.has_ended and f"{model.name}/loss" not in losses:
+                shown.pop(f"{model.name}/loss", None)
+        self.reduced = {"loss": sum(shown.values()), **shown, **self.reduced}
 
 
 def _check_frozen(frozen: list[ModelHandle]) -> None:
@@ -125,13 +136,3 @@ def _check_frozen(frozen: list[ModelHandle]) -> None:
                 f"models.{model.name} is frozen, but a weight of it requires a gradient, which no optimizer would use; "
                 f"leave requires_grad as it is, or set models.{model.name}.trainable=true"
             )
-
-
-def _check_finite(losses: Mapping[str, float], tally: Tally, *, step: int) -> None:
-    bad = {name.removesuffix("/loss"): value for name, value in losses.items() if not math.isfinite(value)}
-    if bad:
-        raise NonFiniteError(
-            f"the loss of {', '.join(f'{name} is {value}' for name, value in bad.items())} at step {step} (not finite: "
-            f"{tally.find_non_finite()}); no model was updated. Is a mean taken over no items, a logarithm of 0, or is "
-            "the learning rate too high?"
-        )

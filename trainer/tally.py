@@ -18,7 +18,6 @@ class Tally:
         self.device = device
         self._sums: dict[str, Tensor] = {}
         self._counts: dict[str, Tensor] = {}
-        self._watched: dict[str, Tensor] = {}
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Adds a sum over `count` items, both ()."""
@@ -32,10 +31,6 @@ class Tally:
         if weight == 0:
             total, count = 0.0, 0.0  # not a product: a filler's NaN must not count either
         self.add(name, total, count)
-
-    def watch(self, name: str, value: Tensor) -> None:
-        """Adds a number that only `find_non_finite` asks about."""
-        self._watched[name] = self._watched.get(name, 0) + self._plain(value)
 
     def _plain(self, value: Tensor | float) -> Tensor:
         # float32 on devices without float64; sums of up to a window's items are exact enough in either.
@@ -52,13 +47,6 @@ class Tally:
         sums, counts = distributed.sum_over_ranks(table).cpu().T.tolist()
         means = {n: total / count if count else total for n, total, count in zip(names, sums, counts, strict=True)}
         return {name: means[name] for name in self._sums}  # in the order in which they came
-
-    def find_non_finite(self) -> str:
-        """Returns the names whose sums are NaN or infinite, with the ranks; every rank must call it."""
-        seen = {**self._sums, **self._watched}
-        here = [name for name, total in seen.items() if not torch.isfinite(total)]
-        by_rank = distributed.gather(here)
-        return "; ".join(f"{', '.join(names)} on rank {rank}" for rank, names in enumerate(by_rank) if names)
 
 
 def _check_metric(name: Any, value: Any) -> None:

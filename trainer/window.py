@@ -21,12 +21,23 @@ def owner(key: str) -> str:
 
 
 class Window:
-    """The micro-batches of one global step on this rank, prepared and counted."""
+    """The micro-batches of one global step on this rank, prepared and counted.
+
+    Args:
+        indices: Which examples each holds, by the set's name, where that is known.
+    """
 
     def __init__(
-        self, task: TaskModule, batches: Sequence[Batch], is_filler: Sequence[bool], *, device: torch.device
+        self,
+        task: TaskModule,
+        batches: Sequence[Batch],
+        is_filler: Sequence[bool],
+        *,
+        device: torch.device,
+        indices: Sequence[Mapping[str, Sequence[int]]] | None = None,
     ) -> None:
         self.batches, self.is_filler = list(batches), list(is_filler)
+        self.indices = list(indices) if indices is not None else [{} for _ in self.batches]
         for batch in self.batches:
             if not isinstance(batch, Mapping):
                 raise ValueError(f"prepare_batch returned {type(batch).__name__}; return the batch to train on, a dict")

@@ -20,6 +20,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
     # At its default eps AdamW amplifies the rounding of tiny gradients.
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
 }
 Weights = dict[str, dict[str, Tensor]]
 Model = Callable[[Tensor], Tensor]
@@ -131,12 +132,18 @@ def fit(
     steps: int = STEPS,
     data: TrainingData | None = None,
     callbacks: dict[str, Callback] | None = None,
+    non_finite: str = "stop",
 ) -> MultiModelTrainer:
     from trainer import distributed
 
     reset_accelerate()
     trainer = MultiModelTrainer(
-        plugins, max_steps=steps, log_every=1, gradient_accumulation_steps=accumulation, callbacks=callbacks
+        plugins,
+        max_steps=steps,
+        log_every=1,
+        gradient_accumulation_steps=accumulation,
+        callbacks=callbacks,
+        non_finite=non_finite,
     )
     batch_size = EXAMPLES // (accumulation * distributed.world_size())
     trainer.fit(task, models=models, data=data or TrainingData(train=make_data(), batch_size=batch_size))
@@ -200,7 +207,9 @@ def global_batches(steps: int = STEPS) -> list[list[int]]:
 
 
 def difference(left: Weights, right: Weights) -> float:
-    return max(float((left[name][key] - right[name][key]).abs().max()) for name in right for key in right[name])
+    # torch's max, since Python's passes over a NaN
+    found = [(left[name][key] - right[name][key]).abs().max() for name in right for key in right[name]]
+    return float(torch.stack(found).max())
 
 
 # The matrix

@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from trainer.callbacks.early_stopping import EarlyStopping
     from trainer.callbacks.model_summary import ModelSummary
     from trainer.callbacks.monitor import ModelMonitor
-    from trainer.callbacks.non_finite import NonFiniteGuard
     from trainer.callbacks.progress import ProgressBar
     from trainer.callbacks.samples import SampleTable
     from trainer.callbacks.throughput import Throughput
@@ -18,7 +17,6 @@ __all__ = [
     "EarlyStopping",
     "ModelMonitor",
     "ModelSummary",
-    "NonFiniteGuard",
     "ProgressBar",
     "SampleTable",
     "Throughput",
@@ -29,7 +27,6 @@ _MODULES = {
     "EarlyStopping": "early_stopping",
     "ModelMonitor": "monitor",
     "ModelSummary": "model_summary",
-    "NonFiniteGuard": "non_finite",
     "ProgressBar": "progress",
     "SampleTable": "samples",
     "Throughput": "throughput",

@@ -1,5 +1,6 @@
 """Micro-batches in the planned order: windows to train on, forever, and the validation set once."""
 
+import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -35,10 +36,12 @@ class MicroBatch:
     Args:
         fillers: Whose examples keep the ranks in step only and must count for nothing: by model with data of its own,
             SHARED for all others.
+        indices: Which examples it holds, by the same names: positions in the set.
     """
 
     batch: Batch
     fillers: Mapping[str, bool]
+    indices: Mapping[str, list[int]]
 
     @property
     def is_filler(self) -> bool:
@@ -92,7 +95,7 @@ class TrainLoader:
             yield (
                 epoch,
                 step,
-                [MicroBatch(batch=next(batches), fillers={self.name: micro.is_filler}) for micro in window],
+                [_named(self.name, micro, next(batches)) for micro in window],
             )
 
 
@@ -130,7 +133,11 @@ class ValidationLoader:
         micros = [micro for *_, window in islice(self.plan.windows(), self.num_batches) for micro in window]
         batches = _batches(self.dataset, _Indices(lambda: micros), collate=self.collate, num_workers=self.num_workers)
         for micro in micros:
-            yield MicroBatch(batch=next(batches), fillers={self.name: micro.is_filler})
+            yield _named(self.name, micro, next(batches))
+
+
+def _named(name: str, micro: Micro, batch: Batch) -> MicroBatch:
+    return MicroBatch(batch=batch, fillers={name: micro.is_filler}, indices={name: micro.indices})
 
 
 class _Indices:
@@ -147,9 +154,20 @@ def _batches(dataset: Dataset[Any], indices: _Indices, *, collate: Collate, num_
     # Without a generator of its own DataLoader draws its workers' seed from the global one.
     generator = torch.Generator().manual_seed(0)
     loader = DataLoader(
-        dataset, batch_sampler=indices, collate_fn=collate, num_workers=num_workers, generator=generator
+        dataset,
+        batch_sampler=indices,
+        collate_fn=collate,
+        num_workers=num_workers,
+        generator=generator,
+        worker_init_fn=_outlive_signals,
     )
     return iter(loader)
+
+
+def _outlive_signals(worker: int) -> None:
+    """Keeps a worker at work while its rank finishes a step: Ctrl-C and some launchers signal every process."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _num_examples(dataset: Dataset[Any], name: str, part: str) -> int:

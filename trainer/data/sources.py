@@ -140,7 +140,7 @@ def _options(name: str, source: TrainingData) -> dict[str, Any]:
 
 
 def _filler(name: str, micro: MicroBatch) -> MicroBatch:
-    return MicroBatch(batch=micro.batch, fillers={name: True})
+    return MicroBatch(batch=micro.batch, fillers={name: True}, indices=micro.indices)
 
 
 def _merge(micros: Mapping[str, MicroBatch]) -> MicroBatch:
@@ -155,4 +155,8 @@ def _merge(micros: Mapping[str, MicroBatch]) -> MicroBatch:
             f"the shared examples have a field '{clash[0]}', and models.{clash[0]} has data of its own, which stand "
             "in the batch under that name; rename one of them"
         )
-    return MicroBatch(batch={**shared, **own}, fillers={name: micro.is_filler for name, micro in micros.items()})
+    return MicroBatch(
+        batch={**shared, **own},
+        fillers={name: micro.is_filler for name, micro in micros.items()},
+        indices={name: micro.indices[name] for name, micro in micros.items()},
+    )
