@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from trainer.distributed import free_port
+from trainer.distributed import loopback_store
 
 
 def run_ranks(
     function: Callable[..., Any], *args: Any, folder: Path, world_size: int, timeout: float = 240
 ) -> list[Any]:
     """Returns [function(*args) on rank 0, on rank 1, ...]; raises with the child's traceback if one fails or hangs."""
+    store = loopback_store()  # here, on a port that nobody else can take before the ranks do
     context = mp.start_processes(
-        _run_one, (function, args, world_size, free_port(), folder), nprocs=world_size, join=False, start_method="spawn"
+        _run_one, (function, args, world_size, store.port, folder), nprocs=world_size, join=False, start_method="spawn"
     )
     deadline = time.monotonic() + timeout
     while not context.join(timeout=1):
@@ -41,6 +42,8 @@ def _run_one(
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE=str(True),
+        GLOO_SOCKET_IFNAME="lo",
         DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)

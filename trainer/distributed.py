@@ -1,5 +1,6 @@
 """Collectives over all ranks, and who this process is among them."""
 
+import functools
 import os
 import socket
 import zlib
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def rank() -> int:
@@ -116,15 +118,26 @@ def barrier() -> None:
         dist.barrier()
 
 
-def free_port() -> int:
-    """Returns a TCP port that nobody listens on."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+def loopback_store() -> TCPStore:
+    """Returns a rendezvous that this process hosts, on loopback and a port that the system picks.
+
+    torch's own would listen on all interfaces, where anyone may write to it what ranks then unpickle.
+    """
+    server = socket.socket()
+    server.bind(("127.0.0.1", 0))
+    server.listen()
+    port = int(server.getsockname()[1])
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach())
+
+
+@functools.cache  # it lives as long as the process: whatever makes a process group asks it
+def _own_store() -> TCPStore:
+    return loopback_store()
 
 
 def ensure_environment() -> None:
     """Makes this process the only rank when no launcher has said otherwise."""
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1")
-        os.environ["MASTER_PORT"] = str(free_port())
+        os.environ.update(MASTER_PORT=str(_own_store().port), TORCHELASTIC_USE_AGENT_STORE=str(True))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

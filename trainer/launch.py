@@ -1,27 +1,38 @@
 """Starts the ranks of a run on this machine, watches them, and joins what another launcher has started."""
 
-import json
+import faulthandler
+import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from trainer.causes import FAILED as FAILED
+from trainer.causes import INTERRUPTED as INTERRUPTED
+from trainer.causes import REFUSED as REFUSED
+from trainer.causes import REPORT, Cause, find_cause, read_reports, stack_file, was_interrupted
+from trainer.causes import TERMINATED as TERMINATED
+from trainer.causes import report_end as report_end
+from trainer.checkpoints import FOLDER as CHECKPOINTS
+from trainer.checkpoints import find_all
+from trainer.redact import redact
+from trainer.signals import SaveNote, raise_terminated
+from trainer.signals import Terminated as Terminated
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import PContext
 
-REFUSED, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
-
 RUN_FOLDER = "TRAINER_RUN_FOLDER"  # given to the ranks that this file starts: where all of them write
-_REPORT = "TRAINER_RANK_REPORT"  # where each says how it ended
 _LAUNCHER = "TRAINER_LAUNCHER"  # and whose death they follow: a process id
 
 _POLL_SECONDS = 0.1
@@ -31,41 +42,28 @@ _CLOSE_SECONDS = 10  # between SIGTERM and SIGKILL, for ranks that hang in a col
 _SAVE_SECONDS = 300.0  # for an interrupted run to save; a second Ctrl-C ends it at once
 _TAIL_LINES = 20
 
-# What a rank says when another one is gone: never the cause.
-_SECONDARY = re.compile(
-    r"connection (reset|closed|refused)|broken pipe|closed by peer|socket closed|gloo|nccl|process ?group|"
-    r"dist(backend|network|store)error|tcpstore|recvvalue|unhandled system error|another rank failed",
-    re.IGNORECASE,
-)
+_RESUME = re.compile(r"\+{0,2}resume=")
 
-
-class Terminated(KeyboardInterrupt):
-    """The run was asked to end by SIGTERM; handled like Ctrl-C, with another exit status."""
+# Held back in a rank until `raise_on_signals` has set what they do: by default they would kill it.
+_HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class PeerFailed(RuntimeError):
     """Raised in a rank when the launcher tells it that another one has failed: the run fails, it is not interrupted."""
 
 
-@dataclass(kw_only=True)
-class Report:
-    """How a rank ended, written by the rank itself."""
-
-    status: int
-    text: str  # a traceback, or one line per problem
-    time: float
-
-
 def raise_on_signals() -> None:
-    """Makes SIGTERM raise Terminated, and the launcher's word PeerFailed, in the main thread."""
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _raise_terminated)
-        if is_own_rank():
-            signal.signal(signal.SIGUSR1, _raise_peer_failed)
-
-
-def _raise_terminated(number: int, frame: FrameType | None) -> None:
-    raise Terminated(f"signal {number}")
+    """Makes SIGTERM raise Terminated, the launcher's SIGUSR2 raise PeerFailed, and SIGUSR1 wait for `deferred`."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signal.signal(signal.SIGTERM, raise_terminated)
+    signal.signal(signal.SIGUSR1, SaveNote())
+    if is_own_rank():
+        signal.signal(signal.SIGUSR2, _raise_peer_failed)
+        # Before the handler of Python, which a rank that waits in C code never reaches.
+        file = stack_file().open("w", encoding="utf-8")
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=False, chain=True)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD)
 
 
 def _raise_peer_failed(number: int, frame: FrameType | None) -> None:
@@ -111,41 +109,90 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def start_ranks(command: Sequence[str], *, count: int, folder: Path) -> int:
+def start_ranks(
+    command: Sequence[str],
+    *,
+    count: int,
+    folder: Path,
+    max_restarts: int = 0,
+    again: Callable[[], Sequence[str]] | None = None,
+) -> int:
     """Runs the command on `count` ranks and returns the exit status; the first failure ends all.
 
     Rank 0 writes to the terminal. What the others write is shown only when it explains why the run failed.
+
+    Args:
+        max_restarts: How often ranks that failed are started again.
+        again: Returns the command for that; absent: the same one.
     """
+    with _noted() as asked:
+        for attempt in range(max_restarts + 1):
+            if attempt and again is not None:
+                command = again()
+            cause = _run_once(command, count, folder=folder, asked=asked)
+            if cause is None or cause.status != FAILED or asked.stops or attempt == max_restarts:
+                break
+            _say(f"{cause.headline}; restart {attempt + 1} of {max_restarts} from the last checkpoint")
+    if cause is None:
+        return 0
+    _say(cause.text)
+    return cause.status
+
+
+def go_on(argv: Sequence[str], folder: Path) -> list[str]:
+    """Returns the command line of a run that was cut short, such that it goes on in its folder.
+
+    A checkpoint of another run that it started from is given again as long as it has none of its own.
+    """
+    place = re.compile(r"\+{0,2}hydra\.run\.dir=")
+    words = [word for word in argv if not place.match(word)]
+    if find_all(folder / CHECKPOINTS) or not any(_RESUME.match(word) for word in words):
+        words = [*(word for word in words if not _RESUME.match(word)), "resume=auto"]
+    quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')
+    return [*words, f'hydra.run.dir="{quoted}"']
+
+
+def _run_once(command: Sequence[str], count: int, *, folder: Path, asked: "Asked") -> Cause | None:
     import logging
 
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std, start_processes
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+
+    from trainer.distributed import loopback_store
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    # In this process and on a port that the system picks, so that two runs never race for one.
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()  # in this process: no rank hosts one
     with TemporaryDirectory(prefix="trainer-ranks-") as files:
-        context = start_processes(
-            "rank",
-            entrypoint=command[0],
-            args=dict.fromkeys(range(count), tuple(command[1:])),
-            envs={
-                rank: _environment(rank, count, port=store.port, folder=folder, files=files) for rank in range(count)
-            },
-            logs_specs=DefaultLogsSpecs(
-                files, redirects={rank: Std.ALL if rank else Std.NONE for rank in range(count)}
-            ),
-        )
+        # Or torch would set its own, which raise in the middle of what is done here.
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""
+        with _held_back():
+            context = start_processes(
+                "rank",
+                entrypoint=command[0],
+                args=dict.fromkeys(range(count), tuple(command[1:])),
+                envs={
+                    rank: _environment(rank, count, port=store.port, folder=folder, files=files)
+                    for rank in range(count)
+                },
+                logs_specs=DefaultLogsSpecs(
+                    files, redirects={rank: Std.ALL if rank else Std.NONE for rank in range(count)}
+                ),
+            )
         ranks = Ranks(context, Path(files))
         try:
-            ranks.wait()
-        except SignalException as error:
-            number = signal.SIGINT if error.sigval == signal.SIGINT else signal.SIGTERM
-            ranks.interrupt(number)
-            return INTERRUPTED if number == signal.SIGINT else TERMINATED
+            ranks.wait(asked)
         finally:
             ranks.close()
-        return ranks.explain()
+        return ranks.explain(asked)
+
+
+@contextmanager
+def _held_back() -> Iterator[None]:
+    """Lets the processes that are started in the body begin with those signals pending instead of fatal."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _environment(rank: int, count: int, *, port: int, folder: Path, files: str) -> dict[str, str]:
@@ -157,12 +204,49 @@ def _environment(rank: int, count: int, *, port: int, folder: Path, files: str) 
         "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # the store is the launcher's: no rank hosts one
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # the store is the launcher's
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # or it listens where the host's name leads
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
         RUN_FOLDER: str(folder),
-        _REPORT: str(Path(files, f"{rank}.json")),
+        REPORT: str(Path(files, f"{rank}.json")),
         _LAUNCHER: str(os.getpid()),
     }
+
+
+@dataclass
+class Asked:
+    """What signals have asked of the launcher; noted at once, acted on where it looks."""
+
+    stops: list[int] = field(default_factory=list)  # SIGTERM or SIGINT, each time
+    save: bool = False
+
+
+@contextmanager
+def _noted() -> Iterator[Asked]:
+    asked = Asked()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGUSR1:
+            asked.save = True
+        else:
+            asked.stops.append(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    # Ignored: by nohup, for one.
+    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
+    note_before = before.get(signal.SIGUSR1)
+    asked.save = isinstance(note_before, SaveNote) and note_before.take()
+    try:
+        for number in before:
+            signal.signal(number, note)
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Ranks:
@@ -173,14 +257,48 @@ class Ranks:
         self.files = files
         self.processes = {rank: handler.proc for rank, handler in context.subprocess_handlers.items()}  # type: ignore[attr-defined]
         self.ended: dict[int, int] = {}  # rank to exit code, in the order of their ends
+        self._interrupted_at: float | None = None  # when the first of them was seen to have ended so
+        self._is_late = False
 
-    def wait(self) -> None:
+    def wait(self, asked: Asked) -> None:
         """Returns when all ranks have ended, or some time after the first of them has failed."""
-        while not self._have_ended() and not any(self.ended.values()) and not self._reports():
+        handed_on, deadline = 0, math.inf
+        while not self._have_ended() and not self._has_failed() and not self._is_late:
+            if asked.save:
+                asked.save = False
+                self._send(signal.SIGUSR1)
+            if not handed_on and (number := self._asked_to_stop(asked)):
+                handed_on, deadline = number, time.monotonic() + _SAVE_SECONDS
+                self._send(number)
+            if len(asked.stops) > 1:
+                _say("interrupted again: ended without saving")
+                # The other one: a rank takes the same signal, soon after the first, for its echo.
+                self._send(signal.SIGTERM if handed_on == signal.SIGINT else signal.SIGINT)
+                self._wait_until(time.monotonic() + _GRACE_SECONDS)
+                return
             time.sleep(_POLL_SECONDS)
+            self._is_late = time.monotonic() > deadline
         self._wait_until(time.monotonic() + _REPORT_SECONDS)
-        self._send(signal.SIGUSR1)
+        self._send(signal.SIGUSR2)
         self._wait_until(time.monotonic() + _GRACE_SECONDS)
+
+    def _asked_to_stop(self, asked: Asked) -> int:
+        """Returns the signal to hand on: the launcher's own, or that which has ended one rank and not the others."""
+        if asked.stops:
+            return asked.stops[0]
+        statuses = [*self.ended.values(), *(report.status for report in read_reports(self.files).values())]
+        interrupted = [status for status in statuses if was_interrupted(status)]
+        if not interrupted:
+            return 0
+        self._interrupted_at = self._interrupted_at or time.monotonic()
+        if time.monotonic() < self._interrupted_at + _GRACE_SECONDS:  # all may have saved, and end one by one
+            return 0
+        return signal.SIGINT if interrupted[0] in (INTERRUPTED, -signal.SIGINT) else signal.SIGTERM
+
+    def _has_failed(self) -> bool:
+        reports = read_reports(self.files).values()
+        codes = (code for code in self.ended.values() if code and not was_interrupted(code))
+        return any(codes) or any(not was_interrupted(report.status) for report in reports)
 
     def _have_ended(self) -> bool:
         self._poll()
@@ -190,7 +308,7 @@ class Ranks:
         while not self._have_ended() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
 
-    def _send(self, number: signal.Signals) -> None:
+    def _send(self, number: int) -> None:
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(number)
@@ -200,90 +318,34 @@ class Ranks:
             if rank not in self.ended and process.poll() is not None:
                 self.ended[rank] = process.returncode
 
-    def interrupt(self, number: signal.Signals) -> None:
-        """Hands a signal on and waits until the ranks have saved; a second signal ends them at once."""
-        from torch.distributed.elastic.multiprocessing import SignalException
-
-        self._send(number)
-        try:
-            self._wait_until(time.monotonic() + _SAVE_SECONDS)
-        except SignalException:
-            _say("interrupted again: ended without saving")
-
     def close(self) -> None:
         """Leaves no process behind, not even a worker of a rank's data loader."""
-        from torch.distributed.elastic.multiprocessing import SignalException
-
-        with suppress(SignalException):  # the answer to a second Ctrl-C is what follows
-            self.context.close(signal.SIGTERM, timeout=_CLOSE_SECONDS)
+        self.context.close(signal.SIGTERM, timeout=_CLOSE_SECONDS)
         for process in self.processes.values():
             try:
                 os.killpg(process.pid, signal.SIGKILL)  # each rank leads a group of its own
             except ProcessLookupError:
                 continue
 
-    def explain(self) -> int:
-        """Says once why the run failed, and returns its exit status."""
-        if not any(self.ended.values()) and not self._reports() and len(self.ended) == len(self.processes):
-            return 0
-        rank, report = self._find_cause()
-        if report is None:
-            tail = "" if rank == 0 else self._tail(rank)
-            _say(f"error: rank {rank} {_describe_end(self.ended[rank])}; the other ranks were stopped{tail}")
-            return FAILED
-        if report.status in (INTERRUPTED, TERMINATED):
-            _say(f"rank {rank} was interrupted; the other ranks were stopped")
-        else:
-            _say(report.text if report.status == REFUSED else f"rank {rank} failed:\n{report.text}")
-        return report.status
-
-    def _find_cause(self) -> tuple[int, Report | None]:
-        """A rank's own error that is not about its peers; else one that died without a word; else the first error."""
-        reports = sorted(self._reports().items(), key=lambda item: item[1].time)
-        own = [(rank, report) for rank, report in reports if not _is_secondary(report)]
-        silent = [rank for rank in self.ended if rank not in dict(reports)]
-        silent.sort(key=lambda rank: self.ended[rank] == 0)
-        if own:
-            return own[0]
-        if silent:
-            return silent[0], None
-        return reports[0]
-
-    def _reports(self) -> dict[int, Report]:
-        found = {}
-        for rank in self.processes:
-            path = self.files / f"{rank}.json"
-            if path.is_file():
-                found[rank] = Report(**json.loads(path.read_text(encoding="utf-8")))
-        return found
+    def explain(self, asked: Asked) -> Cause | None:
+        """Returns why the run did not end well; None if it did."""
+        cause = find_cause(self.ended, count=len(self.processes), folder=self.files, tail=self._tail)
+        if cause is None or not asked.stops:
+            return cause
+        name = signal.Signals(asked.stops[0]).name
+        if self._is_late:
+            text = f"error: not all ranks have saved and ended within {_SAVE_SECONDS:.0f} s of {name}\n{cause.text}"
+            return Cause(status=FAILED, headline=cause.headline, text=text)
+        if len(asked.stops) == 1 and not was_interrupted(cause.status):
+            return cause
+        return Cause(status=INTERRUPTED if name == "SIGINT" else TERMINATED, headline=name, text="")
 
     def _tail(self, rank: int) -> str:
+        if rank == 0:  # has written to the terminal
+            return ""
         path = Path(self.context.stderrs[rank])
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
         return "\n".join(["; its last lines:", *lines]) if lines else ""
-
-
-def _is_secondary(report: Report) -> bool:
-    lines = report.text.strip().splitlines()
-    return bool(lines) and report.status == FAILED and bool(_SECONDARY.search(report.text[-2000:]))
-
-
-def _describe_end(code: int) -> str:
-    if code >= 0:
-        return f"ended early with exit status {code}"
-    name = signal.Signals(-code).name
-    why = " (out of memory, or killed by hand)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{why}"
-
-
-def report_end(status: int, text: str) -> None:
-    """Tells the launcher how this rank ended; the first report counts."""
-    path = Path(os.environ[_REPORT])
-    if path.exists():
-        return
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(Report(status=status, text=text, time=time.time()))), encoding="utf-8")
-    part.rename(path)  # whole or not at all: the launcher reads it any time
 
 
 def end_with_launcher() -> None:
@@ -291,15 +353,32 @@ def end_with_launcher() -> None:
     launcher = int(os.environ[_LAUNCHER])
 
     def watch() -> None:
+        # Or the kernel may give them to this thread and not wake the main one, which alone handles them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _HELD)
         while os.getppid() == launcher:
             time.sleep(1.0)
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(_CLOSE_SECONDS)
+        time.sleep(_SAVE_SECONDS)
         os._exit(TERMINATED)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
+def requeue() -> None:
+    """Puts the Slurm job of this process, if it is in one, back into the queue."""
+    job = os.environ.get("SLURM_JOB_ID")
+    if job is None:
+        return
+    try:
+        subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip()
+        _say(f"warning: launch.requeue: scontrol requeue {job} failed: {said}")
+    else:
+        _say(f"job {job} is queued again")
+
+
 def _say(text: str) -> None:
-    sys.stderr.write(text.rstrip() + "\n")
-    sys.stderr.flush()
+    if text:
+        sys.stderr.write(redact(text).rstrip() + "\n")
+        sys.stderr.flush()
