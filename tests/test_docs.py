@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.trainer.saved_runs import make_run
 from trainer import arguments
 from trainer.config import ModelConfig, RunConfig
 
@@ -70,6 +71,7 @@ def saved_run(user_folder: Path) -> Path:
     cfg = compose_run(Request(overrides=("task=distill",), config_path=conf_dir())).cfg
     assert cfg is not None
     save_config(cfg, folder)
+    make_run(user_folder / "outputs" / "mine", "data.batch_size=8")
     return folder
 
 
@@ -77,7 +79,7 @@ def saved_run(user_folder: Path) -> Path:
 def test_documented_command_is_accepted(
     command: str, user_folder: Path, saved_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer import check
+    from trainer import check, kept
     from trainer.compose import compose_run
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -98,6 +100,9 @@ def test_documented_command_is_accepted(
     assert composition.problems == []
     assert composition.cfg is not None
     assert check.problems(composition.cfg, composition.overrides) == []
+    if composition.saved is not None:
+        ranks = composition.cfg.launch.num_processes or 1
+        assert kept.problems(composition.saved, composition.cfg, step=4, saved_ranks=1, ranks=ranks) == []
 
 
 def test_commands_were_found() -> None:

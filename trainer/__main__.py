@@ -7,13 +7,15 @@ import sys
 import traceback
 from argparse import Namespace
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import __version__, launch
 from trainer.config import ConfigError
 from trainer.heartbeat import sign_of_life
+from trainer.redact import redact
+from trainer.signals import Terminated
 
 if TYPE_CHECKING:
     from trainer.compose import Composition, Request
@@ -65,6 +67,11 @@ def _show(args: Namespace) -> int:
     composition = compose_run(arguments.request(args))
     if composition.problems:
         return refuse(composition.problems)
+    if composition.saved is not None and args.cfg == "job":  # Hydra knows nothing of a checkpoint's configuration
+        from omegaconf import OmegaConf
+
+        sys.stdout.write(OmegaConf.to_yaml(composition.cfg, resolve=args.resolve))
+        return 0
     args.overrides = composition.overrides
     return _hydra(args)
 
@@ -84,32 +91,93 @@ def _run(args: Namespace, argv: list[str]) -> int:
         return refuse(composition.problems)
     assert composition.cfg is not None
     assert composition.hydra is not None
-    folder = _folder(composition)
+    if launch.is_first_here() and not launch.is_own_rank():
+        sys.stderr.write("".join(f"warning: {text}\n" for text in composition.warnings))
+    status = _launch(composition, argv)
+    is_first = launch.is_main() and not launch.is_own_rank()
+    if status == launch.TERMINATED and composition.cfg.launch.requeue and is_first:
+        launch.requeue()
+    return status
+
+
+def _launch(composition: "Composition", argv: list[str]) -> int:
+    assert composition.cfg is not None
+    folder, settings = _folder(composition), composition.cfg.launch
     if not launch.is_rank():
-        count = launch.count_processes(composition.cfg.launch.num_processes)
-        if count > 1:
-            sys.stderr.write(f"starting {count} ranks\n")
-            return launch.start_ranks([sys.executable, "-m", "trainer", *argv], count=count, folder=folder)
+        count = launch.count_processes(settings.num_processes)
+        if count > 1 or settings.max_restarts:
+            return _start_ranks(argv, count=count, folder=folder, max_restarts=settings.max_restarts)
         from trainer.distributed import ensure_environment
 
         ensure_environment()
     return _run_rank(composition, folder=folder, command=shlex.join(["python", "-m", "trainer", *argv]))
 
 
+def _start_ranks(argv: list[str], *, count: int, folder: Path, max_restarts: int) -> int:
+    from trainer.saved import claim_folder
+
+    command, is_new = [sys.executable, "-m", "trainer"], not folder.exists()
+    if max_restarts and not (folder.is_dir() and any(folder.iterdir())):  # else a run that goes on
+        folder = claim_folder(folder)
+    sys.stderr.write(f"starting {count} rank{'s' if count > 1 else ''}\n")
+    try:
+        return launch.start_ranks(
+            [*command, *argv],
+            count=count,
+            folder=folder,
+            max_restarts=max_restarts,
+            again=lambda: [*command, *launch.go_on(argv, folder)],
+        )
+    finally:
+        with suppress(OSError):  # holds something
+            if max_restarts and is_new:
+                folder.rmdir()
+
+
 def _compose_and_check(request: "Request") -> "Composition":
     from trainer.compose import compose_run
-    from trainer.saved import check_folder
 
     composition = compose_run(request)
     if composition.cfg is not None and not launch.is_own_rank():  # whoever started this rank has checked
         with _sign_of_life("checking the configuration"):
             from trainer import check
 
-            found = check.problems(composition.cfg, composition.overrides)
+            found = check.problems(composition.cfg, composition.overrides) + _check_kept(composition)
         composition.problems += [problem for problem in found if not composition.is_moot(problem)]
-        if not launch.is_rank():
-            composition.problems += check_folder(_folder(composition))
+        if not launch.is_rank() or composition.cfg.resume is not None:
+            composition.problems += _check_folder(composition)
     return composition
+
+
+def _check_kept(composition: "Composition") -> list[str]:
+    """Returns what stands between a run and the checkpoint that it is to go on from."""
+    if composition.saved is None or composition.resumption is None or composition.cfg is None:
+        return []
+    from trainer import kept
+    from trainer.checkpoints import read_manifest, step_of
+
+    checkpoint = composition.resumption.candidates[0]
+    saved_ranks = read_manifest(checkpoint).get("world_size")
+    if not isinstance(saved_ranks, int):
+        return [f"{checkpoint}: its manifest does not give world_size; take another checkpoint"]
+    return kept.problems(
+        composition.saved,
+        composition.cfg,
+        step=step_of(checkpoint),
+        saved_ranks=saved_ranks,
+        ranks=launch.planned_ranks(composition.cfg.launch.num_processes),
+    )
+
+
+def _check_folder(composition: "Composition") -> list[str]:
+    from trainer.saved import check_folder
+
+    folder, resumption = _folder(composition), composition.resumption
+    if resumption is None:
+        return check_folder(folder)
+    from trainer.resume import owns_files
+
+    return check_folder(folder, is_own=owns_files(folder, resumption))
 
 
 def _folder(composition: "Composition") -> Path:
@@ -125,7 +193,7 @@ def _run_rank(composition: "Composition", *, folder: Path, command: str) -> int:
             from trainer.run import run
 
         assert composition.cfg is not None
-        run(composition.cfg, folder=folder, command=command)
+        run(composition.cfg, folder=folder, command=command, resumption=composition.resumption)
     except ConfigError as error:
         return refuse(error.problems)
     except KeyboardInterrupt as interrupt:
@@ -152,7 +220,7 @@ def _sign_of_life(what: str) -> Iterator[None]:
 
 def refuse(problems: Iterable[str]) -> int:
     """Says what is wrong with the configuration, once, and returns the exit status."""
-    text = "".join(f"error: {problem}\n" for problem in dict.fromkeys(problems))
+    text = redact("".join(f"error: {problem}\n" for problem in dict.fromkeys(problems)))
     if launch.is_own_rank():
         launch.report_end(launch.REFUSED, text)
     elif launch.is_first_here():
@@ -161,7 +229,7 @@ def refuse(problems: Iterable[str]) -> int:
 
 
 def _interrupted(interrupt: KeyboardInterrupt) -> int:
-    status = launch.TERMINATED if isinstance(interrupt, launch.Terminated) else launch.INTERRUPTED
+    status = launch.TERMINATED if isinstance(interrupt, Terminated) else launch.INTERRUPTED
     if launch.is_own_rank():
         launch.report_end(status, "interrupted")
     return status
@@ -172,7 +240,7 @@ def _failed() -> int:
     if launch.is_own_rank():
         launch.report_end(launch.FAILED, traceback.format_exc())
     else:
-        traceback.print_exc()
+        sys.stderr.write(redact(traceback.format_exc()))
     return launch.FAILED
 
 

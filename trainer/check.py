@@ -8,7 +8,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import launch, outputs
-from trainer.config import find_name_problems
+from trainer.config import NON_FINITE, find_name_problems
 from trainer.start_weights import find_origin_problems
 from trainer.targets import target_problems
 from trainer.updates import UpdatePlan
@@ -54,7 +54,8 @@ def _missing(value: Any, key: str = "") -> Iterator[str]:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     yield from _one_of("mode", config["mode"], _MODES)
-    trainer = config["trainer"]
+    trainer, checkpoint = config["trainer"], config["checkpoint"]
+    yield from _one_of("checkpoint.mode", checkpoint["mode"], ("min", "max"))
     for key, value in (
         ("trainer.max_steps", trainer["max_steps"]),
         ("trainer.max_epochs", trainer["max_epochs"]),
@@ -63,10 +64,17 @@ def _check_ranges(config: Config) -> Iterator[str]:
         ("trainer.log_every", trainer["log_every"]),
         ("trainer.gradient_accumulation_steps", trainer["gradient_accumulation_steps"]),
         ("trainer.limit_val_batches", trainer["limit_val_batches"]),
+        ("checkpoint.every", checkpoint["every"]),
+        ("checkpoint.keep_last", checkpoint["keep_last"]),
+        ("checkpoint.keep_every", checkpoint["keep_every"]),
         ("launch.num_processes", config["launch"]["num_processes"]),
         ("launch.timeout_seconds", config["launch"]["timeout_seconds"]),
     ):
         yield from _at_least(key, value, 1)
+    yield from _at_least("checkpoint.keep_best", checkpoint["keep_best"], 0)
+    yield from _at_least("trainer.max_skipped", trainer["max_skipped"], 0)
+    yield from _one_of("trainer.non_finite", trainer["non_finite"], NON_FINITE)
+    yield from _at_least("launch.max_restarts", config["launch"]["max_restarts"], 0)
     yield from _at_least("seed", config["seed"], 0)
     for key, data in _data_nodes(config):
         yield from _at_least(f"{key}.batch_size", data["batch_size"], 1)
@@ -274,7 +282,17 @@ def _check_values(config: Config, name: str) -> list[str]:
         optimizer=model["optimizer"] or {},
         scheduler=model["scheduler"] or {},
     )
-    return check_values(key, plugin, facts)
+    return [*check_values(key, plugin, facts), *_check_saving(key, model, plugin, config)]
+
+
+def _check_saving(key: str, model: Config, plugin: dict[str, Any], config: Config) -> Iterator[str]:
+    from trainer.fragments import find_problem
+
+    is_saved = config["checkpoint"]["enabled"] and config["mode"] == "fit" and model["trainable"]
+    if is_saved and plugin.get("zero_optimization"):
+        problem = find_problem(plugin)
+        if problem is not None:
+            yield f"{key}.{problem}; or give checkpoint.enabled=false"
 
 
 def _check_launch(config: Config) -> Iterator[str]:
@@ -285,4 +303,10 @@ def _check_launch(config: Config) -> Iterator[str]:
         yield (
             f"launch.num_processes={wanted}: another launcher has started {os.environ['WORLD_SIZE']} ranks; "
             "leave it out, or start without that launcher"
+        )
+    restarts = config["launch"]["max_restarts"]
+    if restarts and launch.is_rank():
+        yield (
+            f"launch.max_restarts={restarts}: another launcher has started these ranks; leave it out, and have that "
+            f"one start them again: torchrun --max-restarts={restarts}, with resume=auto and a fixed hydra.run.dir=..."
         )

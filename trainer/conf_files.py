@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra import compose
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
@@ -18,6 +20,36 @@ from trainer.saved import show
 from trainer.words import did_you_mean, first_line, listed, names_below, nearest, one_line
 
 COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)  # ValueError: group=null in 1.3.8
+NULL_ERRORS = (AssertionError, AttributeError)  # what OmegaConf 2.3 raises for a key below a mapping that is null
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What the command line asks for: where the configuration lies and what changes."""
+
+    overrides: tuple[str, ...] = ()
+    config_path: Path
+    config_name: str = "config"
+    config_dir: Path | None = None
+
+    @property
+    def folders(self) -> list[Path]:
+        """Where YAML files may lie, the user's own first."""
+        return [folder for folder in (self.config_dir, self.config_path) if folder is not None]
+
+
+def conf_dir() -> Path:
+    """Returns the folder of the trainer's own configuration: in the wheel, else beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    return next(folder for folder in (package / "conf", package.parent / "conf") if (folder / "config.yaml").is_file())
+
+
+def try_compose(config_name: str, overrides: list[str]) -> tuple[DictConfig | None, Exception | None]:
+    """Returns what composes with Hydra's own node, or why it does not."""
+    try:
+        return compose(config_name, overrides=overrides, return_hydra_config=True), None
+    except (*COMPOSE_ERRORS, *NULL_ERRORS) as error:
+        return None, error
 
 
 def file_problems(config_name: str, folders: Sequence[Path], overrides: list[str], error: Exception) -> list[str]:

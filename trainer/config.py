@@ -7,6 +7,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+NON_FINITE = ("stop", "skip")  # what trainer.non_finite may be
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run; holds every problem that was found, one sentence each."""
@@ -77,6 +79,22 @@ class TrainerConfig:
     log_every: int = 10
     gradient_accumulation_steps: int = 1
     limit_val_batches: int | None = None
+    non_finite: str = "stop"  # stop | skip: what a loss or gradient that is NaN or infinite does to the run
+    max_skipped: int = 10  # updates of one model left out in a row; one more ends the run
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written, and which of them stay."""
+
+    enabled: bool = True
+    every: int | None = None  # global steps; absent: only at the end and when a signal ends the run
+    keep_last: int = 1  # the newest so many
+    keep_best: int = 1  # the best so many, where there is a monitor
+    keep_every: int | None = None  # those of steps that it divides, for good
+    monitor: str | None = None  # a validation metric, such as val/cross_entropy
+    mode: str = "min"  # min | max: which way the monitored metric is better
+    background: bool = False  # write in a thread while training goes on; takes memory for a copy
 
 
 @dataclass(kw_only=True)
@@ -85,6 +103,8 @@ class LaunchConfig:
 
     num_processes: int | None = None  # absent: all visible GPUs, one process on a CPU
     timeout_seconds: int = 1800  # of a collective
+    max_restarts: int = 0  # times that ranks which failed are started again, from the last checkpoint
+    requeue: bool = False  # puts the Slurm job back into the queue once SIGTERM has ended the run
 
 
 @dataclass(kw_only=True)
@@ -103,11 +123,13 @@ class RunConfig:
     models: dict[str, ModelConfig] = field(default_factory=dict)
     data: DataConfig = field(default_factory=DataConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
     mode: str = "fit"  # fit | validate | export
+    resume: str | None = None  # auto | last | best | a run folder or a checkpoint in it
     seed: int = 0
 
 

@@ -24,6 +24,7 @@ usage: python -m trainer [task=<task>] [key=value ...] [options]      (or: train
   python -m trainer -m task=distill seed=0,1,2              one run for each value
   python -m trainer --config-dir my/conf task=mine          your own task, from a package in the working folder
   python -m trainer --config-path=outputs/distill/<time> --config-name=config [key=value ...]   repeats a run
+  python -m trainer resume=outputs/distill/<time> [key=value ...]   goes on with a run from its newest checkpoint
   torchrun --nproc-per-node 8 -m trainer task=distill       joins another launcher
 """
 

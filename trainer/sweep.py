@@ -20,8 +20,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from trainer import arguments, check, launch
-from trainer.compose import Request, compose_run, open_free_key, spell_null, start_hydra
+from trainer.compose import Request, compose_run, start_hydra
 from trainer.conf_files import COMPOSE_ERRORS
+from trainer.conf_groups import spell_null
+from trainer.conf_values import open_free_key
 from trainer.saved import show
 
 

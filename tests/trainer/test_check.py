@@ -46,6 +46,11 @@ def test_problems_of_all_kinds_come_at_once(tmp_path: Path):
         "task.terms.foward_kl.weight=2",
         "models.student.plugin.zero_optimization.stag=2",
         "logger.wandb.project=???",
+        "checkpoint.every=0",
+        "checkpoint.keep_last=0",
+        "checkpoint.keep_best=-1",
+        "checkpoint.keep_every=0",
+        "checkpoint.mode=mx",
     )
 
     expected = {
@@ -66,6 +71,11 @@ def test_problems_of_all_kinds_come_at_once(tmp_path: Path):
         "task.terms.foward_kl: there is no such term": "did you mean forward_kl?",
         "models.student.plugin.zero_optimization.stag": "stage",
         "logger.wandb.project is missing": "logger.wandb.project=...",
+        "checkpoint.every=0": "must be at least 1",
+        "checkpoint.keep_last=0": "must be at least 1",
+        "checkpoint.keep_best=-1": "must be at least 0",
+        "checkpoint.keep_every=0": "must be at least 1",
+        "checkpoint.mode=mx": "must be one of min, max",
     }
     for start, text in expected.items():
         assert any(problem.startswith(start) and text in problem for problem in found), (start, found)
