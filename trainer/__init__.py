@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.callbacks.callback import Callback
+    from trainer.checkpoints import CheckpointPlan
     from trainer.config import ConfigError
     from trainer.data.collate import model_inputs
     from trainer.data.sources import TrainingData
@@ -21,6 +22,7 @@ __all__ = [
     "IGNORED",
     "Batch",
     "Callback",
+    "CheckpointPlan",
     "ConfigError",
     "Metric",
     "ModelHandle",
@@ -38,6 +40,7 @@ __all__ = [
 # Lazily (PEP 562): `python -m trainer --help` must not import torch.
 _HOMES = {
     "Callback": "trainer.callbacks.callback",
+    "CheckpointPlan": "trainer.checkpoints",
     "ConfigError": "trainer.config",
     "ModelSpec": "trainer.specs",
     "gather_with_gradient": "trainer.distributed",

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer import distributed
 from trainer.callbacks.callback import Callback
+from trainer.checkpoints import CheckpointPlan
 from trainer.config import ConfigError, DataConfig, ModelConfig
 from trainer.data import (
     PaddingCollator,
@@ -87,11 +88,21 @@ def build_trainer(cfg: DictConfig) -> MultiModelTrainer:
         log_every=options.log_every,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         limit_val_batches=options.limit_val_batches,
+        non_finite=options.non_finite,
+        max_skipped=options.max_skipped,
         seed=cfg.seed,
+        checkpoint=build_checkpoint_plan(cfg),
         callbacks=build_callbacks(cfg),
         loggers=build_loggers(cfg),
         timeout_seconds=cfg.launch.timeout_seconds,
     )
+
+
+def build_checkpoint_plan(cfg: DictConfig) -> CheckpointPlan | None:
+    """Returns when the run is saved, None for one that is not."""
+    if not cfg.checkpoint.enabled or cfg.mode != "fit":
+        return None
+    return CheckpointPlan(**{key: value for key, value in plain(cfg.checkpoint).items() if key != "enabled"})
 
 
 def build_plugins(cfg: DictConfig) -> dict[str, Config]:

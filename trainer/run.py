@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from importlib.metadata import version
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import rich
 from omegaconf import DictConfig, OmegaConf
@@ -18,55 +18,104 @@ from trainer import distributed, outputs
 from trainer.adapters import CONFIG_FILE, base_class, base_name
 from trainer.build import Run, build_run, plain
 from trainer.callbacks import SampleTable, Throughput
+from trainer.checkpoints import CONFIG, Resumption, newer_than, set_aside
 from trainer.config import ConfigError
 from trainer.export import RESCORED_BATCHES, export_model, rescore
 from trainer.heartbeat import sign_of_life
 from trainer.loggers.logger import Logger
+from trainer.redact import redact_command, secret_values
 from trainer.report import closing_rows, closing_table, columns_without, model_card, sample_panel
-from trainer.saved import claim_folder, resolved, save_config
+from trainer.resume import owns_files
+from trainer.saved import claim_folder, config_text, lock_folder, resolved, save_config
+from trainer.saving import Whole, choose, positions_of, versions
 from trainer.trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)
 
 
-def run(cfg: DictConfig, *, folder: Path, command: str) -> None:
+def run(cfg: DictConfig, *, folder: Path, command: str, resumption: Resumption | None = None) -> None:
     """Runs the configured mode and leaves its outputs in the folder; every rank must call it.
 
     Args:
         folder: Where to; another name is used if this one is taken.
         command: How the user started it, for the model card.
+        resumption: What the run goes on from.
     """
     outputs.quiet_third_parties()
-    outputs.setup_logging(None, is_main=distributed.is_main())
+    secrets = secret_values(plain(cfg))
+    outputs.setup_logging(None, is_main=distributed.is_main(), secrets=secrets)
     print_config(cfg)
     log.info("starting %s", _ranks())
     job = build_run(cfg)
-    folder = Path(distributed.from_main(str(claim_folder(folder)) if distributed.is_main() else ""))
-    outputs.setup_logging(folder, is_main=distributed.is_main())
+    whole = choose(resumption.candidates) if resumption is not None and resumption.candidates else None
+    # Only training changes a run's folder; what else reads a checkpoint gets a folder of its own.
+    is_own = cfg.mode == "fit" and owns_files(folder, resumption)
+    goes_on = is_own and resumption is not None and resumption.goes_on
+    lock, folder = _open_folder(folder, is_own=is_own)
+    with lock:
+        outputs.setup_logging(folder, is_main=distributed.is_main(), secrets=secrets)
+        if distributed.is_main():
+            if goes_on and whole is not None:
+                set_aside(newer_than(whole.path), why="superseded")
+            log.info("outputs: %s", save_config(cfg, folder).parent)
+            job.trainer.checkpoint_texts = {CONFIG: config_text(_without_end(cfg), place=folder)}
+        job.trainer.folder = folder
+        positions: Mapping[str, Mapping[str, int]] = {}
+        if goes_on and whole is not None:
+            positions = positions_of(whole.path)
+        elif is_own:  # what an attempt without an end has logged is taken back
+            positions = {name: {} for name in job.trainer.loggers}
+        with _recorded(job.trainer, cfg, folder, positions=positions):
+            MODES[cfg.mode](job, cfg, whole)
+            report(job, cfg, command)
+            _check_saved(job.trainer)
+
+
+def _without_end(cfg: DictConfig) -> DictConfig:
+    """Returns the configuration without trainer.stop_at_step, which ends a part of a run, not the run."""
+    whole = cfg.copy()
+    whole.trainer.stop_at_step = None
+    return whole
+
+
+def _open_folder(folder: Path, *, is_own: bool) -> tuple[AbstractContextManager[Any], Path]:
+    """Returns the run's folder, made by rank 0, and the lock that keeps other runs out of it."""
+    lock: AbstractContextManager[Any] = nullcontext()
+    problems: list[str] = []
     if distributed.is_main():
-        log.info("outputs: %s", save_config(cfg, folder).parent)
-    job.trainer.folder = folder
-    with _recorded(job.trainer, cfg, folder):
-        MODES[cfg.mode](job, cfg)
-        report(job, cfg, command)
+        try:
+            folder = claim_folder(folder, is_own=is_own)
+            lock = lock_folder(folder)
+        except ConfigError as error:
+            problems = error.problems
+    place, problems = distributed.from_main((str(folder), problems))
+    if problems:
+        raise ConfigError(*problems)
+    return lock, Path(place)
 
 
-def fit(job: Run, cfg: DictConfig) -> None:
+def _check_saved(trainer: MultiModelTrainer) -> None:
+    """Fails a run whose end is not saved, once all the rest of it is done."""
+    if trainer.saver is not None and trainer.saver.problem is not None:
+        raise RuntimeError(f"{trainer.saver.problem}; everything else of the run was written")
+
+
+def fit(job: Run, cfg: DictConfig, whole: Whole | None) -> None:
     """Trains, exports the trained models, and proves that the exports score as the models in memory did."""
-    job.trainer.fit(job.task, models=job.models, data=job.data)
+    job.trainer.fit(job.task, models=job.models, data=job.data, resume=whole)
     if job.trainer.stop_reason is not None:
         log.info("stopped at step %d: %s", job.trainer.global_step, job.trainer.stop_reason)
     export(job, cfg)
 
 
-def validate(job: Run, cfg: DictConfig) -> None:
-    """Validates the models as they are."""
-    job.trainer.validate(job.task, models=job.models, data=job.data)
+def validate(job: Run, cfg: DictConfig, whole: Whole | None) -> None:
+    """Validates the models as they are, or as a checkpoint holds them."""
+    job.trainer.validate(job.task, models=job.models, data=job.data, resume=whole)
 
 
-def export_only(job: Run, cfg: DictConfig) -> None:
-    """Validates the models as they are, for the model card, and writes them."""
-    validate(job, cfg)
+def export_only(job: Run, cfg: DictConfig, whole: Whole | None) -> None:
+    """Validates the models likewise, for the model card, and writes them."""
+    validate(job, cfg, whole)
     export(job, cfg)
 
 
@@ -84,7 +133,7 @@ def export(job: Run, cfg: DictConfig) -> None:
         log.info("writing %s to %s", model.name, folder)
         with sign_of_life(f"writing {model.name}"):
             export_model(
-                model, folder, tokenizer=trainer.tokenizers[model.name], build=plain(cfg.models[model.name].build)
+                model, folder, tokenizer=trainer.tokenizers[model.name], build=resolved(cfg.models[model.name].build)
             )
         if not trainer.is_scored(model.name):
             log.warning("%s has no validation set, so its export was not scored", model.name)
@@ -118,7 +167,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
         own_columns, own_rows = columns_without(others, columns, rows)
         card = model_card(
             name=folder.name,
-            command=command,
+            command=redact_command(command),
             run_name=trainer.folder.name,
             task=_task_name(cfg),
             is_transformers=(folder / "config.json").exists(),
@@ -130,7 +179,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
             rows=own_rows,
             sample_columns=samples.columns if samples is not None and samples.answers else (),
             sample_rows=samples.rows if samples is not None and samples.answers else (),
-            versions={name: version(name) for name in ("torch", "deepspeed", "accelerate", "transformers")},
+            versions=versions(),
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
         out.print(f"exported: {folder}", highlight=False)
@@ -180,8 +229,14 @@ def _task_name(cfg: DictConfig) -> str:
 
 
 @contextmanager
-def _recorded(trainer: MultiModelTrainer, cfg: DictConfig, folder: Path) -> Iterator[None]:
-    """Opens the loggers for the run; however it ends, writes summary.json and closes them with the same status."""
+def _recorded(
+    trainer: MultiModelTrainer, cfg: DictConfig, folder: Path, *, positions: Mapping[str, Mapping[str, int]]
+) -> Iterator[None]:
+    """Opens the loggers for the run; however it ends, writes summary.json and closes them with the same status.
+
+    Args:
+        positions: By logger, how far its log in this folder still holds; none where it begins.
+    """
     began, status = time.monotonic(), "failed"
 
     def close(logger: Logger) -> None:
@@ -189,8 +244,8 @@ def _recorded(trainer: MultiModelTrainer, cfg: DictConfig, folder: Path) -> Iter
 
     with ExitStack() as opened:
         try:
-            for logger in trainer.loggers.values():
-                logger.start(folder=folder, config=resolved(cfg), name=folder.name)
+            for name, logger in trainer.loggers.items():
+                logger.start(folder=folder, config=resolved(cfg), name=folder.name, position=positions.get(name))
                 opened.callback(close, logger)
             yield
             status = "completed" if trainer.stop_reason is None else "stopped"

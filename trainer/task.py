@@ -105,6 +105,13 @@ class TaskModule:
         """
         return {}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what must survive a restart besides the models, such as a coefficient that adapts."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes back what `state_dict` returned; after `setup`."""
+
     def log(self, name: str, value: Tensor | float) -> None:
         """Adds a mean over this micro-batch's items to the metrics: `train/<name>`, or `val/<name>` in a validation."""
         self.trainer.log(name, torch.as_tensor(value).detach())

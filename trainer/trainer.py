@@ -5,36 +5,40 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer import distributed
+from trainer import distributed, signals
 from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
+from trainer.checkpoints import CheckpointPlan
 from trainer.config import ConfigError
+from trainer.data.device import to_device
+from trainer.data.identity import identify_sources
 from trainer.data.loader import MicroBatch
 from trainer.data.sources import TrainingData, TrainSources, ValidationSources, find_missing_fields, name_sources
 from trainer.data.tokenizers import find_vocabulary_problem
+from trainer.digests import digest_fixed
 from trainer.engines import Engines, Plugin
+from trainer.evaluation import evaluate
 from trainer.handle import ModelHandle
 from trainer.heartbeat import sign_of_life
+from trainer.interruption import heed
 from trainer.loggers.logger import Logger
+from trainer.non_finite import NonFinitePolicy
 from trainer.plan import show_plan
+from trainer.saver import Saver
+from trainer.saving import Checkpoint, Whole, choose, give_back, horizon_keys
 from trainer.seeds import seed_everything
 from trainer.specs import ModelSpec, RunFacts
 from trainer.start_weights import build_order
 from trainer.step import Step
-from trainer.tally import Tally
-from trainer.task import Batch, StepOutput, TaskModule, find_role_problems
-from trainer.window import EVERY, Window, checked_counts, owner
+from trainer.task import StepOutput, TaskModule, find_role_problems
+from trainer.window import Window
 
 log = logging.getLogger(__name__)
-
-REFERENCE = "reference/"
 
 
 class MultiModelTrainer:
@@ -47,6 +51,10 @@ class MultiModelTrainer:
         max_steps: Global steps (windows of micro-batches) of the run; schedules are laid out over them.
         stop_at_step: Ends the run there without shortening the schedules.
         val_every: Global steps between validations; None: only before the first and after the last.
+        non_finite: "stop" or "skip": what a loss or gradient that is NaN or infinite does to the run.
+        max_skipped: Updates of one model left out in a row; one more ends the run.
+        folder: Where the run leaves what it leaves.
+        checkpoint: When the run is saved, in `folder`; None: never.
     """
 
     def __init__(
@@ -60,10 +68,13 @@ class MultiModelTrainer:
         log_every: int = 10,
         gradient_accumulation_steps: int = 1,
         limit_val_batches: int | None = None,
+        non_finite: str = "stop",
+        max_skipped: int = 10,
         seed: int = 0,
         callbacks: Mapping[str, Callback] | None = None,
         loggers: Mapping[str, Logger] | None = None,
         folder: Path | None = None,
+        checkpoint: CheckpointPlan | None = None,
         timeout_seconds: int = 1800,
     ) -> None:
         for callback in (callbacks or {}).values():
@@ -75,7 +86,11 @@ class MultiModelTrainer:
         self.planned_steps, self.max_epochs, self.stop_at_step = max_steps, max_epochs, stop_at_step
         self.val_every, self.log_every, self.limit_val_batches = val_every, log_every, limit_val_batches
         self.gradient_accumulation_steps, self.seed = gradient_accumulation_steps, seed
+        self.non_finite = NonFinitePolicy(action=non_finite, max_skipped=max_skipped)
         self.callbacks, self.loggers, self.folder = dict(callbacks or {}), dict(loggers or {}), folder
+        self.checkpoint = checkpoint
+        self.checkpoint_texts: dict[str, str] = {}  # small files that every checkpoint holds, such as config.yaml
+        self.saver: Saver | None = None
         self.models: dict[str, ModelHandle] = {}
         self.global_step = 0
         self.is_filler = False  # whether the current micro-batch only keeps this rank in step and counts for nothing
@@ -87,45 +102,100 @@ class MultiModelTrainer:
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.reference: dict[str, float] = {}
+        self.fixed_weights: dict[str, str] = {}  # by model: the digest of those that are not trained
+        self.data_identity: dict[str, dict[str, Any]] = {}  # by key: what tells a set of examples from another
+        self._requests: signals.Requests | None = None  # of the user, by signals, while steps are made
+        self._positions_before_extra: dict[str, dict[str, int]] | None = None
 
     # The run ---------------------------------------------------------------------------------------------------------
 
-    def fit(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> None:
-        """Prepares the models, validates, trains, and validates again."""
+    def fit(
+        self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData, resume: Checkpoint = None
+    ) -> None:
+        """Prepares the models, validates, trains, and validates again.
+
+        Args:
+            resume: The checkpoint of a run with the same models, task, data and seed, to go on from as if that run had
+                never ended.
+        """
         _check_task(task, models, stage="fit")
         self.prepare(task, models=models, data=data)
         with self._stage("fit"):
-            fingerprints = {model.name: model.fingerprint() for model in self.frozen}
+            self._open(resume)
             self.emit("on_fit_start")
-            self.before = self._validate()
+            if resume is None:
+                self.before = self._validate()
             self._train()
             self.after = self._validate()
-            _check_unchanged(self.frozen, fingerprints)
+            _check_unchanged(self.frozen, self.fixed_weights)
             self.emit("on_fit_end")
 
-    def validate(self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData) -> dict[str, float]:
-        """Prepares the models and returns their validation metrics."""
+    def validate(
+        self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData, resume: Checkpoint = None
+    ) -> dict[str, float]:
+        """Prepares the models, with the weights of a checkpoint if one is given, and returns their metrics."""
         _check_task(task, models, stage="validate")
         self.prepare(task, models=models, data=data, trains=False)
         with self._stage("validate"):
+            self._load(resume)
+            self._validated_at = None
             self.after = self._validate()
         return self.after
+
+    def _open(self, resume: Checkpoint) -> None:
+        """Makes the run ready to be saved, and to go on from a checkpoint."""
+        if self.checkpoint is not None:
+            if self.folder is None:
+                raise ConfigError("MultiModelTrainer(checkpoint=...) needs folder=..., where the checkpoints go")
+            self.saver = Saver(self.checkpoint, self.folder)
+        digests = {model.name: digest_fixed(model) for model in self.models.values()}
+        self.fixed_weights = {name: digest for name, digest in digests.items() if digest is not None}
+        if self.saver is not None or resume is not None:
+            self.data_identity = identify_sources(self._sources)
+        self._load(resume)
+        if self.saver is not None:
+            self.saver.check_state(self)
+
+    def _load(self, resume: Checkpoint) -> None:
+        if resume is None:
+            return
+        whole = resume if isinstance(resume, Whole) else choose([resume])
+        with sign_of_life(f"loading {whole.path.name}"):
+            give_back(self, whole.path)
+        if self.saver is not None and whole.path.parent == self.saver.folder:
+            self.saver.go_on_from(whole.path)
+        log.info("resumed at step %d from %s", self.global_step, whole.path)
 
     def _train(self) -> None:
         self._set_training(True)
         self.emit("on_train_start")
         assert self.train_loader is not None
         windows = self.train_loader.windows(self.global_step)
-        while self.global_step < self.last_step and self.stop_reason is None:
-            epoch, index, micro_batches = next(windows)
-            if index == 0:
-                self.emit("on_train_epoch_start", epoch=epoch)
-            self._train_step(micro_batches)
-            if index == self.train_loader.steps_per_epoch - 1:
-                self.emit("on_train_epoch_end", epoch=epoch)
-            if self.val_every and self.global_step % self.val_every == 0 and self.global_step < self.last_step:
-                self._validate()
+        with signals.deferred() as self._requests:
+            self._validate_if_due()  # where the run that is resumed ended before it did
+            while self.global_step < self.last_step and self.stop_reason is None:
+                epoch, index, micro_batches = next(windows)
+                if index == 0:
+                    self.emit("on_train_epoch_start", epoch=epoch)
+                self._train_step(micro_batches)
+                if index == self.train_loader.steps_per_epoch - 1:
+                    self.emit("on_train_epoch_end", epoch=epoch)
+                self._heed_signals()
+                self._validate_if_due()
+                if self.saver is not None and self.saver.is_due(self):
+                    self.saver.save(self)
+            if self.saver is not None:
+                self.saver.save(self, wait=True)
+        self._requests = None
         self.emit("on_train_end")
+
+    def _validate_if_due(self) -> None:
+        if self.val_every and self.global_step % self.val_every == 0 and 0 < self.global_step < self.last_step:
+            self._validate()
+
+    def _heed_signals(self, *, between_steps: bool = True) -> None:
+        if self._requests is not None:
+            heed(self._requests, trainer=self, between_steps=between_steps)
 
     def _train_step(self, micro_batches: list[MicroBatch]) -> None:
         step = self.global_step + 1
@@ -137,7 +207,10 @@ class MultiModelTrainer:
         self.global_step = step
         metrics = {f"train/{name}": value for name, value in reduced.items()}
         self.emit("on_train_step_end", metrics=metrics)
+        self._positions_before_extra = None
         if self.is_log_step:
+            if not self._is_regular_log_step:  # a run that goes on from here takes the line back
+                self._positions_before_extra = self.log_positions()
             self.log_metrics(metrics, step=step)
 
     def _window(self, micro_batches: list[MicroBatch]) -> Window:
@@ -145,22 +218,30 @@ class MultiModelTrainer:
         for micro in micro_batches:
             self.enter_batch(is_filler=micro.is_filler)
             with torch.no_grad():
-                batches.append(self.task.prepare_batch(self._to_device(micro.batch)))
-        return Window(self.task, batches, [micro.is_filler for micro in micro_batches], device=self.device)
+                batches.append(self.task.prepare_batch(to_device(micro.batch, self.device)))
+        indices = [micro.indices for micro in micro_batches]
+        fillers = [micro.is_filler for micro in micro_batches]
+        return Window(self.task, batches, fillers, device=self.device, indices=indices)
 
     def _validate(self) -> dict[str, float]:
         if self.validation_loader is None or self._validated_at == self.global_step:
             return self._metrics
         self._set_training(False)
         self.emit("on_validation_start")
-        metrics, self.reference = self.evaluate(on_batch=partial(self.emit, "on_validation_batch_end"))
+        metrics, self.reference = self.evaluate(on_batch=self._on_validation_batch)
         self.emit("on_validation_end", metrics=metrics)
         self.log_metrics(metrics, step=self.global_step)
         self._metrics, self._validated_at = metrics, self.global_step
+        if self.saver is not None:
+            self.saver.check_monitor(metrics)
+            self.saver.note(self, metrics)
         self._set_training(True)
         return metrics
 
-    @torch.no_grad()
+    def _on_validation_batch(self, **payload: Any) -> None:
+        self.emit("on_validation_batch_end", **payload)
+        self._heed_signals(between_steps=False)
+
     def evaluate(
         self, *, on_batch: Callable[..., None] | None = None, limit_batches: int | None = None
     ) -> tuple[dict[str, float], dict[str, float]]:
@@ -168,37 +249,12 @@ class MultiModelTrainer:
 
         Leaves all models in evaluation mode.
         """
-        assert self.validation_loader is not None
         self._set_training(False)
-        # Draws of a validation are the same before, after, and for a model that was exported and loaded again.
-        seed_everything(self.seed, "validation", self.rank)
-        tally = Tally(self.device)
-        for index, micro in enumerate(islice(self.validation_loader, limit_batches)):
-            batch = self._to_device(micro.batch)
-            items = checked_counts(self.task.count_items(batch))
-            self.enter_batch(is_filler=micro.is_filler)
-            metrics = self.task.validation_step(batch, index)
-            if not isinstance(metrics, dict):
-                raise ValueError(f"validation_step returned {type(metrics).__name__}; return a dict of name to number")
-            for name, value in {**metrics, **self.logged}.items():
-                count = next((items[key] for key in (name, owner(name), EVERY) if key in items), 1)
-                tally.add_metric(name, value, count, weight=0.0 if micro.is_filler_for(owner(name)) else 1.0)
-            if on_batch is not None:
-                on_batch(batch=batch, batch_idx=index)
-        return self._split_metrics(tally.reduce())
+        return evaluate(self, on_batch=on_batch, limit_batches=limit_batches)
 
     def _set_training(self, mode: bool) -> None:
         for model in self.models.values():
             model.set_training(mode)
-
-    def _split_metrics(self, reduced: dict[str, float]) -> tuple[dict[str, float], dict[str, float]]:
-        reference = {name.removeprefix(REFERENCE): reduced[name] for name in reduced if name.startswith(REFERENCE)}
-        own = {name: value for name, value in reduced.items() if not name.startswith(REFERENCE)}
-        return self._complete(own), self._complete(reference)
-
-    def _complete(self, metrics: dict[str, float]) -> dict[str, float]:
-        derived = self.task.derive_metrics(dict(metrics)) if metrics else {}
-        return {f"val/{name}": value for name, value in {**metrics, **derived}.items()}
 
     # Preparation -----------------------------------------------------------------------------------------------------
 
@@ -207,14 +263,15 @@ class MultiModelTrainer:
     ) -> None:
         """Gives every model its engine and the task its models."""
         check_hook_names(type(task), base=TaskModule)
-        self.task, self.tokenizer = task, data.tokenizer
+        self.task, self.tokenizer, self.specs = task, data.tokenizer, dict(models)
+        self.horizons = {name: horizon_keys(spec.scheduler) for name, spec in models.items()}
         self.tokenizers = {name: (spec.data or data).tokenizer for name, spec in models.items()}
         own = {name: spec.data for name, spec in models.items() if spec.data is not None}
-        task.own_data, sources = list(own), name_sources(data, own)
-        problems = find_missing_fields(sources, task.batch_fields)
+        task.own_data, self._sources = list(own), name_sources(data, own)
+        problems = find_missing_fields(self._sources, task.batch_fields)
         if problems:
             raise ConfigError(*problems)
-        self.train_loader, self.validation_loader = self._loaders(sources)
+        self.train_loader, self.validation_loader = self._loaders(self._sources)
         self.max_steps = self._number_of_steps()
         self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)
         run = RunFacts(
@@ -272,14 +329,23 @@ class MultiModelTrainer:
     @property
     def is_log_step(self) -> bool:
         """Whether the step that just ended is logged."""
-        is_edge = self.global_step in (1, self.last_step) or self.stop_reason is not None
-        return self.global_step % self.log_every == 0 or is_edge
+        is_end = self.global_step == self.last_step or self.stop_reason is not None
+        return self._is_regular_log_step or is_end
+
+    @property
+    def _is_regular_log_step(self) -> bool:
+        """Whether it would be logged wherever the run ended."""
+        return self.global_step % self.log_every == 0 or self.global_step in (1, self.max_steps)
 
     def is_scored(self, name: str) -> bool:
         """Returns whether a model takes part in validations: its own data, or else the shared ones, have a set."""
         if self.validation_loader is None:
             return False
         return name in self.validation_loader.loaders or name not in self.task.own_data
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """Returns the metrics of the validation after a step, {} if the last one was another's."""
+        return self._metrics if self._validated_at == step else {}
 
     def log(self, name: str, value: Tensor) -> None:
         """Adds a mean over the current micro-batch's items to the step's metrics."""
@@ -299,6 +365,29 @@ class MultiModelTrainer:
         """Hands a table of text to all loggers."""
         for logger in self.loggers.values():
             logger.log_table(name, columns=columns, rows=rows, step=step)
+
+    def log_positions(self) -> dict[str, dict[str, int]]:
+        """Returns how far each logger is, for a run that goes on from here."""
+        if self._positions_before_extra is not None:
+            return self._positions_before_extra
+        return {name: dict(logger.position()) for name, logger in self.loggers.items()}
+
+    def progress(self) -> dict[str, Any]:
+        """Returns what a run that goes on from here must know besides its models."""
+        return {
+            "before": self.before,
+            "reference": self.reference,
+            "metrics": self._metrics,
+            "validated_at": self._validated_at,
+            "last_losses": self.last_losses,
+        }
+
+    def go_on(self, step: int, progress: Mapping[str, Any]) -> None:
+        """Takes back what `progress` returned at the end of a step."""
+        self.global_step = step
+        self.before, self.reference = dict(progress["before"]), dict(progress["reference"])
+        self._metrics, self._validated_at = dict(progress["metrics"]), progress["validated_at"]
+        self.last_losses = dict(progress["last_losses"])
 
     def emit(self, hook: str, **payload: Any) -> None:
         """Calls a hook of the task and of all callbacks, under the plugin of the model concerned."""
@@ -325,16 +414,6 @@ class MultiModelTrainer:
             raise
         self.emit("teardown", stage=stage)
 
-    def _to_device(self, batch: Batch) -> Batch:
-        if not isinstance(batch, Mapping):
-            raise ValueError(f"a batch is of type {type(batch).__name__}; datasets' items and collate must give dicts")
-        return {name: self._moved(value) for name, value in batch.items()}
-
-    def _moved(self, value: Any) -> Any:
-        if isinstance(value, Mapping):  # a model's own examples
-            return self._to_device(dict(value))
-        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
-
     def as_output(self, output: Tensor | StepOutput) -> StepOutput:
         """Returns what training_step returned, a bare loss as that of the only trained model."""
         if isinstance(output, StepOutput):
@@ -357,7 +436,7 @@ def _check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str
         raise ConfigError(*problems)
 
 
-def _check_unchanged(frozen: list[ModelHandle], before: Mapping[str, list[int]]) -> None:
+def _check_unchanged(frozen: list[ModelHandle], before: Mapping[str, str]) -> None:
     for model in frozen:
-        if model.fingerprint() != before[model.name]:
+        if digest_fixed(model) != before.get(model.name):
             raise RuntimeError(f"the weights of the frozen model '{model.name}' changed during the run")

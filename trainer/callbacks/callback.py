@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -58,6 +59,12 @@ class Callback:
 
     def on_train_epoch_end(self, trainer: MultiModelTrainer, task: TaskModule, epoch: int) -> None:
         """After the last window of an epoch."""
+
+    def on_save_start(self, trainer: MultiModelTrainer, task: TaskModule, step: int) -> None:
+        """Before a checkpoint is taken of the run as it is after a step."""
+
+    def on_save_end(self, trainer: MultiModelTrainer, task: TaskModule, path: Path | None) -> None:
+        """Training goes on; path is the checkpoint, None where it failed or is still being written."""
 
     def on_validation_start(self, trainer: MultiModelTrainer, task: TaskModule) -> None:
         """Before a validation; all models are in eval mode."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import rich
@@ -85,10 +86,17 @@ class ProgressBar(Callback):
         left = self._clock.seconds_left(trainer)
         return "  ".join(parts if left is None else [*parts, f"time left {duration(left)}"])
 
+    def on_save_start(self, trainer: MultiModelTrainer, task: TaskModule, step: int) -> None:
+        self._clock.pause()
+        self._activity = None  # whoever writes tells what takes long
+
+    def on_save_end(self, trainer: MultiModelTrainer, task: TaskModule, path: Path | None) -> None:
+        self._clock.go_on()
+
     # Validations -----------------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: MultiModelTrainer, task: TaskModule) -> None:
-        self._clock.validation_started()
+        self._clock.pause()
         self._activity = f"validation at step {trainer.global_step}"
         if self._heartbeat is None and self._live is None:  # a run that only validates
             self._open(trainer, total=None)
@@ -161,7 +169,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.num_steps, self.step_seconds, self.validation_seconds = 0, 0.0, 0.0
-        self._step_began = self._validation_began = time.monotonic()
+        self._step_began = self._paused_at = time.monotonic()
 
     def start(self) -> None:
         """The first step begins."""
@@ -177,14 +185,19 @@ class Clock:
             self.step_seconds += seconds
         self.num_steps += 1
 
-    def validation_started(self) -> None:
-        """A validation begins."""
-        self._validation_began = time.monotonic()
+    def pause(self) -> None:
+        """What follows is no part of a step."""
+        self._paused_at = time.monotonic()
+
+    def go_on(self) -> float:
+        """Ends the pause and returns its seconds."""
+        seconds = time.monotonic() - self._paused_at
+        self._step_began += seconds
+        return seconds
 
     def validation_ended(self) -> None:
-        """A validation ended; its time is no step's."""
-        self.validation_seconds = time.monotonic() - self._validation_began
-        self._step_began += self.validation_seconds
+        """Ends the pause of a validation."""
+        self.validation_seconds = self.go_on()
 
     def seconds_left(self, trainer: MultiModelTrainer) -> float | None:
         """Returns the seconds for the steps and validations to come, None before the first step ended."""

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,10 +25,11 @@ KEPT_STEP_TIMES = 10_000
 
 
 class Throughput(Callback):
-    """Logs `perf/step_time`, `perf/tokens_per_s` and `perf/memory_gb`.
+    """Logs `perf/step_time`, `perf/tokens_per_s`, `perf/memory_gb` and, after a save, `perf/save_wait`.
 
     Step time is seconds per global step since the last log step, from the end of one step to the end of the next, so
-    that waiting for data counts, without validations. Tokens are those of all ranks that the attention mask counts;
+    that waiting for data counts, without validations and saves; `perf/save_wait` is how many seconds training waited
+    for checkpoints since then. Tokens are those of all ranks that the attention mask counts;
     batches without tokens give `perf/examples_per_s` instead. Memory is the largest of any rank since the start:
     peak GPU memory, or the process's peak resident memory on a CPU.
     """
@@ -42,7 +44,8 @@ class Throughput(Callback):
         self._total_items: Tensor | float = 0.0
         self._unit = "tokens"
         self._steps = 0
-        self._paused_at = 0.0
+        self._paused_at = self._save_began = 0.0
+        self._save_wait = 0.0
 
     @property
     def median_step_time(self) -> float | None:
@@ -72,7 +75,17 @@ class Throughput(Callback):
         metrics["perf/step_time"] = self._seconds / self._steps
         metrics[f"perf/{self._unit}_per_s"] = items / self._seconds
         metrics["perf/memory_gb"] = memory_gb
+        if self._save_wait:
+            metrics["perf/save_wait"] = self._save_wait
         self._close_period()
+
+    def on_save_start(self, trainer: MultiModelTrainer, task: TaskModule, step: int) -> None:
+        self._save_began = time.perf_counter()
+
+    def on_save_end(self, trainer: MultiModelTrainer, task: TaskModule, path: Path | None) -> None:
+        waited = time.perf_counter() - self._save_began
+        self._save_wait += waited
+        self._last += waited
 
     def on_validation_start(self, trainer: MultiModelTrainer, task: TaskModule) -> None:
         self._paused_at = time.perf_counter()
@@ -89,7 +102,7 @@ class Throughput(Callback):
     def _close_period(self) -> None:
         self._total_seconds += self._seconds
         self._total_items = self._total_items + self._items
-        self._seconds, self._steps, self._items = 0.0, 0, 0.0
+        self._seconds, self._steps, self._items, self._save_wait = 0.0, 0, 0.0, 0.0
 
 
 def _parts(batch: Batch) -> list[Batch]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from trainer import Callback, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
+from trainer import Callback, CheckpointPlan, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
 from trainer.callbacks.callback import HOOKS, HookCaller, check_hook_names
 
 DOCS = Path(__file__).parents[3] / "docs" / "hooks.md"
@@ -27,6 +27,7 @@ TIMES = {
     "once a micro-batch": 4,
     "once a loss": 8,
     "once an update": 2 + 4,
+    "once a checkpoint": 1,
     "once a validation": 2,
     "once a validation batch": 2 * 2,
     "at a failure": 0,
@@ -108,7 +109,7 @@ class FailingTask(TwoLosses):
         raise ArithmeticError("no loss today")
 
 
-def fit(task: TaskModule, callbacks: dict[str, Callback]) -> MultiModelTrainer:
+def fit(task: TaskModule, callbacks: dict[str, Callback], *, folder: Path | None = None) -> MultiModelTrainer:
     from tests.trainer.test_trainer import reset_accelerate
 
     reset_accelerate()
@@ -118,6 +119,8 @@ def fit(task: TaskModule, callbacks: dict[str, Callback]) -> MultiModelTrainer:
         log_every=1,
         gradient_accumulation_steps=2,
         callbacks=callbacks,
+        folder=folder,
+        checkpoint=CheckpointPlan() if folder else None,
     )
     sgd = functools.partial(torch.optim.SGD, lr=0.1)
     net = functools.partial(nn.Linear, 3, 1)
@@ -130,12 +133,12 @@ def fit(task: TaskModule, callbacks: dict[str, Callback]) -> MultiModelTrainer:
     return trainer
 
 
-def record() -> dict[str, Any]:
+def record(folder: Path) -> dict[str, Any]:
     """Returns what a task and two callbacks heard in this rank, and what the second of them hears of a failure."""
     heard: list[tuple[Any, ...]] = []
     late, early = (recording(Callback, heard, who) for who in ("late", "early"))
     late.order = 1
-    fit(recording(TwoLosses, heard, "task"), {"late": late, "early": early})
+    fit(recording(TwoLosses, heard, "task"), {"late": late, "early": early}, folder=folder)
 
     failed: list[tuple[Any, ...]] = []
     try:
@@ -168,7 +171,8 @@ class Modes(Callback):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(record, folder=tmp_path_factory.mktemp("ranks"), world_size=2)
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(record, folder, folder=folder, world_size=2)
 
 
 def hooks_of(events: list[tuple[Any, ...]], who: str) -> list[str]:
@@ -213,7 +217,7 @@ def test_order_of_a_whole_run(ranks: list[dict[str, Any]]) -> None:
     window += ["on_train_step_end"]
     expected = [
         "setup", "on_fit_start", *validation, "on_train_start", "on_train_epoch_start", *window, *window,
-        "on_train_epoch_end", "on_train_end", *validation, "on_fit_end", "teardown",
+        "on_train_epoch_end", "on_save_start", "on_save_end", "on_train_end", *validation, "on_fit_end", "teardown",
     ]  # fmt: skip
 
     heard = [event for event in ranks[0]["heard"] if event[1] == "early"]

@@ -155,7 +155,7 @@ def test_a_validation_is_no_part_of_a_step() -> None:
     clock = Clock()
 
     clock.start()
-    clock.validation_started()
+    clock.pause()
     time.sleep(0.4)
     clock.validation_ended()
     clock.step_ended()

@@ -1,0 +1,279 @@
+"""What a checkpoint of a run holds: taken from the trainer by all ranks, and given back to one that goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import Tensor
+
+from trainer import distributed
+from trainer.checkpoints import CheckpointError, find_damage, read_json, read_manifest, write_text
+from trainer.config import ConfigError
+from trainer.fragments import base_optimizer, buffers_of, load_slices, slices_of
+from trainer.plain_state import pack, unpack
+from trainer.plugin_keys import AUTO
+from trainer.slices import SliceReader, write_slices
+from trainer.specs import keywords_of
+
+if TYPE_CHECKING:
+    from trainer.handle import ModelHandle
+    from trainer.trainer import MultiModelTrainer
+
+log = logging.getLogger(__name__)
+
+SHARED = "trainer.json"  # what all ranks have in common, written by rank 0
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")  # of an engine
+_OF_THE_MACHINE = ("params", "foreach", "fused", "capturable", "differentiable")  # in an optimizer's groups
+
+
+@dataclass(kw_only=True)
+class Content:
+    """What one rank writes: small files as text, and tensors by the start of their files' names."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    tensors: dict[str, tuple[dict[str, Tensor], dict[str, int]]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of it, without what files add to their tensors."""
+        tensors = sum(value.nbytes for part, _ in self.tensors.values() for value in part.values())
+        return tensors + sum(len(text) for text in self.texts.values())
+
+    def copied(self) -> Content:
+        """Returns the same, with tensors of its own in the memory of the host."""
+        copies = {
+            prefix: ({key: value.detach().to("cpu", copy=True) for key, value in part.items()}, starts)
+            for prefix, (part, starts) in self.tensors.items()
+        }
+        return Content(texts=self.texts, tensors=copies)
+
+    def write(self, folder: Path) -> list[str]:
+        """Writes everything and returns the files' names."""
+        names = list(self.texts)
+        for name, text in self.texts.items():
+            write_text(folder / name, text)
+        for prefix, (part, starts) in self.tensors.items():
+            (folder / prefix).parent.mkdir(parents=True, exist_ok=True)
+            parent = str(Path(prefix).parent)
+            written = write_slices((folder / prefix).parent, Path(prefix).name, part, starts)
+            names += [name if parent == "." else f"{parent}/{name}" for name in written]
+        return names
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of what a run's numbers depend on."""
+    return {name: version(name) for name in ("torch", "deepspeed", "accelerate", "transformers")}
+
+
+# Taking --------------------------------------------------------------------------------------------------------------
+
+
+def take(trainer: MultiModelTrainer) -> Content:
+    """Returns what this rank writes; tensors are views of what the models hold, not copies. All ranks call it."""
+    content, rank = Content(), f"rank-{trainer.rank:05d}"
+    own: dict[str, Any] = {"models": {}}
+    for model in trainer.trained:
+        slices = slices_of(model)
+        content.tensors[f"models/{model.name}/{rank}"] = (slices.tensors, slices.starts)
+        own["models"][model.name] = {"scalars": slices.scalars, "numels": slices.numels}
+        buffers = {key: value.detach().contiguous() for key, value in buffers_of(model.module)}
+        if buffers:
+            content.tensors[f"models/{model.name}/buffers-{trainer.rank:05d}"] = (buffers, {})
+    tensors: dict[str, Tensor] = {}
+    states = {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
+    own["callbacks"] = pack(states, tensors, name="callbacks")
+    own["task"] = pack(trainer.task.state_dict(), tensors, name="task")
+    content.texts[f"{rank}.json"] = _dump(own)
+    if tensors:
+        content.tensors[rank] = (tensors, {})
+    if trainer.is_main:
+        content.texts |= {SHARED: _dump(_shared_state(trainer)), **trainer.checkpoint_texts}
+    return content
+
+
+def _dump(state: Any) -> str:
+    return json.dumps(state, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def _shared_state(trainer: MultiModelTrainer) -> dict[str, Any]:
+    return {
+        "global_step": trainer.global_step,
+        "seed": trainer.seed,
+        "trainer": pack(trainer.progress(), {}, name="trainer"),
+        "models": {model.name: _model_state(model) for model in trainer.trained},
+        "fixed_weights": trainer.fixed_weights,
+        "data": trainer.data_identity,
+        "positions": trainer.log_positions(),
+    }
+
+
+def _model_state(model: ModelHandle) -> dict[str, Any]:
+    engine: Any = model.engine
+    schedule = model.scheduler if model.scheduler is not None else engine.lr_scheduler
+    scaler = _loss_scaler(engine.optimizer)
+    state = {
+        "counts": model.counts(),
+        "engine": {name: getattr(engine, name) for name in _COUNTERS},
+        "groups": [
+            {key: value for key, value in group.items() if key not in _OF_THE_MACHINE}
+            for group in base_optimizer(model).param_groups
+        ],
+        "schedule": schedule.state_dict() if schedule is not None else None,
+        "loss_scaler": {key: value for key, value in vars(scaler).items() if _is_number(value)} if scaler else {},
+    }
+    tensors: dict[str, Tensor] = {}
+    packed: dict[str, Any] = pack(state, tensors, name=f"models.{model.name}")
+    if tensors:
+        raise CheckpointError(f"{next(iter(tensors))} is a tensor, for which a checkpoint has no place")
+    return packed
+
+
+def _loss_scaler(optimizer: Any) -> Any:
+    """Returns what a DeepSpeed optimizer keeps the loss scale of float16 in, None where there is none."""
+    return getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float)
+
+
+# Giving back ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A checkpoint of which every byte was checked."""
+
+    path: Path
+
+
+Checkpoint: TypeAlias = Path | Whole | None  # what a run may go on from
+
+
+def choose(candidates: Iterable[Path]) -> Whole:
+    """Returns the first whole checkpoint, every byte of it checked against its manifest; all ranks share the work.
+
+    Nothing is deserialised. A damaged one is named and left out; ConfigError where none is whole.
+    """
+    damages: list[str] = []
+    for path in candidates:
+        found = distributed.gather(find_damage(path, rank=distributed.rank(), world_size=distributed.world_size()))
+        damage = next((text for text in found if text is not None), None)
+        if damage is None:
+            if damages and distributed.is_main():
+                log.warning("%s; going on from %s", "; ".join(damages), path.name)
+            return Whole(path)
+        damages.append(damage)
+    raise ConfigError(f"resume: no whole checkpoint is left ({'; '.join(damages)})")
+
+
+def positions_of(path: Path) -> dict[str, dict[str, int]]:
+    """Returns how far each logger was when a checkpoint was saved."""
+    positions: dict[str, dict[str, int]] = read_json(path, SHARED)["positions"]
+    return positions
+
+
+def give_back(trainer: MultiModelTrainer, path: Path) -> None:
+    """Makes a prepared trainer go on from a checkpoint that `choose` has checked; all ranks call it."""
+    shared = read_json(path, SHARED)
+    with _readable(path):
+        _check_same(trainer, shared)
+        ranks = int(read_manifest(path)["world_size"])
+        by_rank = [read_json(path, f"rank-{rank:05d}.json") for rank in range(ranks)]
+        for model in trainer.trained:
+            _give_back_model(model, path, by_rank, shared["models"][model.name], trainer.horizons.get(model.name, ()))
+        own = trainer.rank if ranks == trainer.world_size else 0
+        tensors = _tensors(sorted(path.glob(f"rank-{own:05d}-*.safetensors")))
+        callbacks, task = (unpack(by_rank[own][part], tensors) for part in ("callbacks", "task"))
+        trainer.go_on(shared["global_step"], unpack(shared["trainer"], {}))
+    for name, callback in trainer.callbacks.items():
+        if name in callbacks:  # one that was added has no state
+            callback.load_state_dict(callbacks[name])
+    trainer.task.load_state_dict(task)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} does not hold what a checkpoint of this version does: {error!r}") from error
+
+
+def _check_same(trainer: MultiModelTrainer, shared: Mapping[str, Any]) -> None:
+    """Raises ConfigError for every part of the run that is not what it was."""
+    problems = []
+    if shared["seed"] != trainer.seed:
+        problems.append(f"seed={trainer.seed}: the run that is resumed has {shared['seed']}")
+    trained = [model.name for model in trainer.trained]
+    if sorted(trained) != sorted(shared["models"]):
+        problems.append(f"models: {', '.join(trained)} are trained, but {', '.join(shared['models'])} were")
+    for name, digest in trainer.fixed_weights.items():
+        saved = shared["fixed_weights"].get(name)
+        if saved is not None and saved != digest:
+            problems.append(
+                f"models.{name}: its frozen weights are not those that the run began with; give the same weights, and "
+                "where they are random the same plugin"
+            )
+    for key, identity in trainer.data_identity.items():
+        saved = shared["data"].get(key)
+        if saved is not None and saved != identity:
+            counts = f"{identity['examples']} examples instead of {saved['examples']}"
+            what = counts if identity["examples"] != saved["examples"] else "examples of other content"
+            problems.append(f"{key}: holds {what} than the run began with; put the data back, or start a new run")
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _give_back_model(
+    model: ModelHandle, path: Path, by_rank: list[Any], shared: Mapping[str, Any], horizon: Iterable[str]
+) -> None:
+    folder = path / "models" / model.name
+    scalars: dict[str, Any] = {}
+    numels: dict[str, int] = {}
+    for rank in by_rank:
+        scalars |= rank["models"][model.name]["scalars"]
+        numels |= rank["models"][model.name]["numels"]
+    with SliceReader(sorted(folder.glob("rank-*.safetensors"))) as reader:
+        load_slices(model, reader, scalars=scalars, numels=numels)
+    own = distributed.rank() if len(by_rank) == distributed.world_size() else 0
+    saved = _tensors(sorted(folder.glob(f"buffers-{own:05d}-*.safetensors")))
+    for key, buffer in buffers_of(model.module):
+        buffer.copy_(saved[key])
+    state = unpack(shared, {})
+    for group, values in zip(base_optimizer(model).param_groups, state["groups"], strict=True):
+        group.update({key: value for key, value in values.items() if key in group})
+    _give_back_schedule(model, state["schedule"], horizon)
+    engine: Any = model.engine
+    for name, value in state["engine"].items():
+        setattr(engine, name, value)
+    scaler = _loss_scaler(engine.optimizer)
+    for name, value in state["loss_scaler"].items():
+        if hasattr(scaler, name):  # another stage may have none
+            setattr(scaler, name, value)
+    model.load_counts(state["counts"])
+
+
+def _give_back_schedule(model: ModelHandle, state: dict[str, Any] | None, horizon: Iterable[str]) -> None:
+    schedule: Any = model.scheduler if model.scheduler is not None else model.engine.lr_scheduler
+    if schedule is not None and state is not None:
+        # The number of updates that it is laid out over is this run's, which may have been lengthened.
+        schedule.load_state_dict({key: value for key, value in state.items() if key not in set(horizon)})
+
+
+def horizon_keys(scheduler: Any) -> list[str]:
+    """Returns the arguments of a schedule that are filled with the run's number of updates."""
+    return [] if scheduler is None else [key for key, value in keywords_of(scheduler).items() if value == AUTO]
+
+
+def _tensors(files: list[Path]) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: value for file in files for key, value in load_file(file).items()}
