@@ -5,10 +5,12 @@ import os
 import socket
 import zlib
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -88,6 +90,13 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
         return sum_over_ranks(gradient)[rank()]
+
+
+def set_timeouts(seconds: float) -> None:
+    """Makes every group of ranks wait that long for a peer; DeepSpeed makes its own with torch's half an hour."""
+    if dist.is_initialized():
+        for group in list(c10d._world.pg_map):
+            c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def any_rank(condition: bool, *, device: torch.device) -> bool:

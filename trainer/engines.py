@@ -62,7 +62,7 @@ class Engines:
             for name, config in self.configs.items()
             if uses_engine(config)
         }
-        self.accelerator = _accelerator(self.plugins, timeout_seconds)
+        self.accelerator, self.timeout_seconds = _accelerator(self.plugins, timeout_seconds), timeout_seconds
 
     @contextmanager
     def selected(self, name: str) -> Iterator[None]:
@@ -126,6 +126,7 @@ class Engines:
             facts.hidden_size = _hidden_size(module)
             self._apply(name, resolve(f"models.{name}.plugin", config, facts))
             handle = self._initialize(name, spec, module, facts)
+        distributed.set_timeouts(self.timeout_seconds)
         gc.collect()
         return handle
 

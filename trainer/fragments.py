@@ -68,7 +68,7 @@ class Flat:
 
 def find_problem(config: Config) -> str | None:
     """Returns why a trained model under this DeepSpeed configuration cannot be saved, None if it can."""
-    zero = config.get("zero_optimization", {})
+    zero = config.get("zero_optimization") or {}
     for part in ("offload_optimizer", "offload_param"):
         if (zero.get(part) or {}).get("device") == "nvme":
             return f"zero_optimization.{part}.device=nvme: weights on NVMe cannot be saved; use cpu"
@@ -166,6 +166,29 @@ def base_optimizer(handle: ModelHandle) -> Optimizer:
     optimizer: Any = handle.engine.optimizer
     base: Optimizer = optimizer if handle.is_bare else optimizer.optimizer
     return base
+
+
+# Those whose arithmetic is the same for each weight, whatever the shape of what holds it.
+_ELEMENTWISE = {
+    "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop",
+    "FusedAdam", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "FusedLion", "DeepSpeedCPULion",
+}  # fmt: skip
+
+
+def keeps_shapes(handle: ModelHandle) -> bool:
+    """Returns whether the optimizer holds each weight by itself, in its shape, and not many end to end."""
+    return handle.is_bare or type(handle.engine.optimizer).__name__ == "FP16_UnfusedOptimizer"
+
+
+def check_optimizer(handle: ModelHandle, *, kept_shapes: bool) -> None:
+    """Raises CheckpointError for an optimizer that may treat a matrix and a row of weights differently."""
+    name = type(base_optimizer(handle)).__name__
+    if name not in _ELEMENTWISE and kept_shapes != keeps_shapes(handle):
+        stages = "ZeRO-1, 2 or 3 to stage 0" if not kept_shapes else f"stage 0 to ZeRO-{handle.stage}"
+        raise CheckpointError(
+            f"models.{handle.name}: what {name} knows of the weights may depend on their shapes, so it cannot go from "
+            f"{stages}; resume with the plugin that the run had"
+        )
 
 
 # Saving --------------------------------------------------------------------------------------------------------------
@@ -290,11 +313,6 @@ def _load_state(
     keys = sorted({key for name in names for key in reader.keys_of(STATE, name)})
     counts = _common_scalars(handle, {name: scalars[name] for name in names if name in scalars})
     whole = [(name, key) for name in names for key in reader.keys_of(WHOLE, name)]
-    if whole and not flat.is_shared:
-        raise CheckpointError(
-            f"models.{handle.name}: the optimizer's '{whole[0][1]}' does not belong to single weights, so it cannot be "
-            f"carried over to ZeRO-{handle.stage}; resume with plugin@models.{handle.name}.plugin=zero0"
-        )
     if not (keys or counts or whole):
         optimizer.state.pop(flat.tensor, None)  # the checkpoint is from before the first update
         return

@@ -115,7 +115,7 @@ class Saver:
             else:
                 self._writing = writing.in_background(began)
         except CheckpointError as error:
-            self._fail(trainer, error)
+            self._fail(error, step=step)
         trainer.emit("on_save_end", path=self.last if self._step == step else None)
 
     def poll(self, trainer: MultiModelTrainer, *, anyone_writes: bool) -> None:
@@ -133,13 +133,21 @@ class Saver:
         try:
             self._end(trainer, writing, waited=writing.copied_in)
         except CheckpointError as error:
-            self._fail(trainer, error)
+            self._fail(error, step=writing.step)
 
     def note(self, trainer: MultiModelTrainer, metrics: dict[str, float]) -> None:
         """Notes the validation of the step that is saved, and keeps the best."""
-        if trainer.is_main and self.last is not None and self._step == trainer.global_step and self.last.is_dir():
-            checkpoints.score(self.last, metrics)
+        if trainer.is_main and self.last is not None and self._step == trainer.global_step:
+            self._keep(self.last, metrics)
+
+    def _keep(self, path: Path, metrics: dict[str, float]) -> None:
+        """Notes a checkpoint's validation and deletes those that the plan does not keep; on rank 0."""
+        try:
+            if metrics:
+                checkpoints.score(path, metrics)
             checkpoints.retain(self.folder, self.plan)
+        except OSError as error:  # the checkpoint itself is whole
+            log.warning("cannot tidy up %s (%s); trying again after the next checkpoint", self.folder, error)
 
     def _begin(self, trainer: MultiModelTrainer) -> _Writing:
         content, problem = Content(), None
@@ -193,18 +201,15 @@ class Saver:
             _agree([outcome.problem for outcome in outcomes])
             files = {name: of for outcome in outcomes for name, of in (outcome.files or {}).items()}
             path = checkpoints.commit(writing.staged, step=writing.step, files=files, facts=facts)
-            metrics = trainer.metrics_of(writing.step)
-            if metrics:
-                checkpoints.score(path, metrics)
-            checkpoints.retain(self.folder, self.plan)
         except (CheckpointError, OSError) as error:
             shutil.rmtree(writing.staged, ignore_errors=True)
             return str(error)
+        self._keep(path, trainer.metrics_of(writing.step))
         return None
 
-    def _fail(self, trainer: MultiModelTrainer, error: CheckpointError) -> None:
-        self.problem = f"the checkpoint of step {trainer.global_step} could not be written: {error}"
-        if trainer.is_main:
+    def _fail(self, error: CheckpointError, *, step: int) -> None:
+        self.problem = f"the checkpoint of step {step} could not be written: {error}"
+        if distributed.is_main():
             log.error("%s; the older ones are as they were, and the run goes on", self.problem)
 
 

@@ -11,12 +11,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer import distributed
 from trainer.checkpoints import CheckpointError, find_damage, read_json, read_manifest, write_text
 from trainer.config import ConfigError
-from trainer.fragments import base_optimizer, buffers_of, load_slices, slices_of
+from trainer.fragments import base_optimizer, buffers_of, check_optimizer, keeps_shapes, load_slices, slices_of
 from trainer.plain_state import pack, unpack
 from trainer.plugin_keys import AUTO
 from trainer.slices import SliceReader, write_slices
@@ -120,6 +122,7 @@ def _model_state(model: ModelHandle) -> dict[str, Any]:
     scaler = _loss_scaler(engine.optimizer)
     state = {
         "counts": model.counts(),
+        "keeps_shapes": keeps_shapes(model),
         "engine": {name: getattr(engine, name) for name in _COUNTERS},
         "groups": [
             {key: value for key, value in group.items() if key not in _OF_THE_MACHINE}
@@ -169,7 +172,7 @@ def choose(candidates: Iterable[Path]) -> Whole:
         if damage is None:
             if damages and distributed.is_main():
                 log.warning("%s; going on from %s", "; ".join(damages), path.name)
-            return Whole(path)
+            return Whole(path.resolve())  # a link such as `last` will lead to another one
         damages.append(damage)
     raise ConfigError(f"resume: no whole checkpoint is left ({'; '.join(damages)})")
 
@@ -203,7 +206,9 @@ def give_back(trainer: MultiModelTrainer, path: Path) -> None:
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except ConfigError:
+        raise
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} does not hold what a checkpoint of this version does: {error!r}") from error
 
 
@@ -241,11 +246,14 @@ def _give_back_model(
     for rank in by_rank:
         scalars |= rank["models"][model.name]["scalars"]
         numels |= rank["models"][model.name]["numels"]
+    check_optimizer(model, kept_shapes=shared["keeps_shapes"])
     with SliceReader(sorted(folder.glob("rank-*.safetensors"))) as reader:
         load_slices(model, reader, scalars=scalars, numels=numels)
     own = distributed.rank() if len(by_rank) == distributed.world_size() else 0
     saved = _tensors(sorted(folder.glob(f"buffers-{own:05d}-*.safetensors")))
     for key, buffer in buffers_of(model.module):
+        if saved[key].shape != buffer.shape:
+            raise CheckpointError(f"models.{model.name}: the buffer {key} has another shape in the checkpoint")
         buffer.copy_(saved[key])
     state = unpack(shared, {})
     for group, values in zip(base_optimizer(model).param_groups, state["groups"], strict=True):
@@ -274,6 +282,7 @@ def horizon_keys(scheduler: Any) -> list[str]:
 
 
 def _tensors(files: list[Path]) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
-    return {key: value for file in files for key, value in load_file(file).items()}
+    try:
+        return {key: value for file in files for key, value in load_file(file).items()}
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{files[0].parent} holds a file that is not of safetensors ({error})") from error

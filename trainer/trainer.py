@@ -162,7 +162,7 @@ class MultiModelTrainer:
         whole = resume if isinstance(resume, Whole) else choose([resume])
         with sign_of_life(f"loading {whole.path.name}"):
             give_back(self, whole.path)
-        if self.saver is not None and whole.path.parent == self.saver.folder:
+        if self.saver is not None and whole.path.parent == self.saver.folder.resolve():
             self.saver.go_on_from(whole.path)
         log.info("resumed at step %d from %s", self.global_step, whole.path)
 

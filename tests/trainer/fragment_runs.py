@@ -212,7 +212,9 @@ def run_all(folder: Path) -> dict[str, Any]:
     for name, optimizer in ADAFACTORS.items():
         factored = {"build": Net, "optimizer": optimizer}
         cases[f"adafactor {name}"] = functools.partial(resumes, **factored)
-        cases[f"adafactor {name} to 2"] = functools.partial(refusal, before=factored, after={**factored, "stage": 2})
+        flat = {**factored, "stage": 2}
+        cases[f"adafactor {name} from 0 to 2"] = functools.partial(refusal, before=factored, after=flat)
+        cases[f"adafactor {name} from 2 to 0"] = functools.partial(refusal, before=flat, after=factored)
     cases["another size"] = functools.partial(refusal, before={}, after={"build": Net})
     cases["fewer trained"] = functools.partial(refusal, before={}, after={"freeze": ["0.*"]})
     return {name: _outcome(case, folder / name.replace(" ", "_")) for name, case in cases.items()}

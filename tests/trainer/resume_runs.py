@@ -21,6 +21,7 @@ from trainer.saving import take
 
 STEPS, CUT, GLOBAL_BATCH = 10, 4, 12
 Case = tuple[int, int, int, str, str, str]  # stages of a and b, accumulation, optimizer, losses, type of the weights
+Job = tuple[Case, Path, Case]  # of the run that was saved, its checkpoint, and of the one that goes on
 
 
 class Counting(Callback):
@@ -109,7 +110,7 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     trainer = MultiModelTrainer(
         plugins_of(case),
-        **{"checkpoint": CheckpointPlan(), "max_steps": STEPS, "log_every": 1, **options},
+        **{"checkpoint": CheckpointPlan(), "max_steps": STEPS, "log_every": 1, "timeout_seconds": 123, **options},
         stop_at_step=stop,
         gradient_accumulation_steps=case[2],
         folder=folder,
@@ -180,17 +181,33 @@ def resume_exactly(case: Case, folder: Path) -> list[str]:
     return found
 
 
-def check_exact(cases: list[Case], folder: Path) -> dict[str, Any]:
+def run_checks(made: list[Case], jobs: list[Job], folder: Path) -> dict[str, Any]:
+    """Returns what is found on this number of ranks, in one spawn.
+
+    Args:
+        made: Runs to save for another number of ranks.
+        jobs: Checkpoints of another number of ranks to go on from.
+    """
     return {
-        "exact": {case: resume_exactly(case, folder / f"{number}") for number, case in enumerate(cases)},
-        "digests": check_digests(folder),
+        "exact": {case: resume_exactly(case, folder / f"{number}") for number, case in enumerate(exact_cases())},
+        "timeouts": timeouts(),
+        "digests": check_digests(),
+        "made": make_elastic(made, folder),
+        "differences": check_elastic(jobs, folder),
     }
+
+
+def timeouts() -> set[float]:
+    """Returns how long the groups of ranks wait for a peer, in seconds."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    cpu = torch.device("cpu")
+    return {group._get_backend(cpu).options._timeout.total_seconds() for group in groups}
 
 
 # Digests of weights that stay
 
 
-def check_digests(folder: Path) -> dict[str, str | None]:
+def check_digests() -> dict[str, str | None]:
     """Returns the digest of one frozen model held in several ways, and after small changes."""
     found: dict[str, str | None] = {}
     for name, plugin in (("whole", {"replicate": True}), ("sharded", zero(3))):
@@ -223,7 +240,7 @@ def regression(models: Mapping[str, Any], batch: Mapping[str, Tensor]) -> dict[s
 # Elastic resume
 
 
-def check_elastic(jobs: list[tuple[Case, Path, Case]], folder: Path) -> list[float]:
+def check_elastic(jobs: list[Job], folder: Path) -> list[float]:
     """Goes on from checkpoints of other stages and ranks; returns how far each ends from the undisturbed run."""
     found = []
     for number, (before, checkpoint, after) in enumerate(jobs):

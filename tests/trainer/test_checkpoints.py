@@ -158,8 +158,8 @@ def test_what_is_no_manifest_is_refused(folder: Path, content: bytes | None, pro
 
 @pytest.mark.parametrize(
     "name",
-    ["../outside", "/etc/passwd", "models/../../outside", "linked/rank-00000-000.safetensors", "link", ".", "", "a//b", "./a",
-     "a\0b", "\ud800"],
+    ["../outside", "/etc/passwd", "models/../../outside", "linked/rank-00000-000.safetensors", "link", ".", "", "a//b",
+     "./a", "a\0b", "\ud800"],
 )  # fmt: skip
 def test_a_manifest_that_names_a_file_elsewhere_is_refused(folder: Path, tmp_path: Path, name: str):
     path, other = save(folder, 1), save(tmp_path / "other", 1)

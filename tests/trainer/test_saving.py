@@ -8,52 +8,62 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.trainer.resume_runs import Case, check_elastic, check_exact, exact_cases, make_elastic
+from tests.trainer.resume_runs import Case, Job, check_elastic, exact_cases, run_checks
 
 # Both sides in float32, after 10 updates of weights of size 1: rounding is a few 1e-8 a step.
 TOLERANCE = 2e-6
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def exact(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("exact")
-    return run_ranks(check_exact, exact_cases(), folder, folder=folder, world_size=request.param, timeout=400)
+def case(first: int, second: int, *, accumulation: int = 1, optimizer: str = "adamw") -> Case:
+    return (first, second, accumulation, optimizer, "mutual", "float32")
 
 
-def test_ten_steps_are_four_and_six_to_the_last_bit(exact: list[dict[str, Any]]):
-    for found in exact:
-        assert found["exact"] == {case: [] for case in exact_cases()}
+MADE = [case(0, 1), case(2, 3), case(1, 0, optimizer="momentum"), case(3, 2)]
+GOES_ON_AS = [
+    [case(3, 2, accumulation=2), case(1, 0)],
+    [case(0, 1), case(3, 3)],
+    [case(2, 3, optimizer="momentum")],
+    [case(2, 1), case(0, 0, accumulation=3)],
+]
 
 
-def test_the_digest_of_frozen_weights_is_the_same_sharded_or_not_and_sees_every_bit(exact: list[dict[str, Any]]):
-    for found in exact:
-        digests = found["digests"]
+def jobs_of(made: list[Path]) -> list[Job]:
+    return [
+        (before, path, after) for before, path, others in zip(MADE, made, GOES_ON_AS, strict=True) for after in others
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one rank and two found by themselves, and each from the other's checkpoints."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("one", "two", "back")]
+    one = run_ranks(run_checks, MADE, [], folders[0], folder=folders[0], world_size=1, timeout=400)
+    jobs = jobs_of(one[0]["made"])
+    two = run_ranks(run_checks, MADE, jobs, folders[1], folder=folders[1], world_size=2, timeout=400)
+    back = run_ranks(check_elastic, jobs_of(two[0]["made"]), folders[2], folder=folders[2], world_size=1, timeout=400)
+    return {"1 rank": one, "2 ranks": two, "1 to 2 ranks": two[0]["differences"], "2 to 1 ranks": back[0]}
+
+
+@pytest.mark.parametrize("ranks", ["1 rank", "2 ranks"])
+def test_ten_steps_are_four_and_six_to_the_last_bit(found: dict[str, Any], ranks: str):
+    for rank in found[ranks]:
+        assert rank["exact"] == {case: [] for case in exact_cases()}
+
+
+@pytest.mark.parametrize("ranks", ["1 to 2 ranks", "2 to 1 ranks"])
+def test_a_run_goes_on_under_other_stages_and_on_other_ranks(found: dict[str, Any], ranks: str):
+    assert len(found[ranks]) == sum(map(len, GOES_ON_AS))
+    assert max(found[ranks]) < TOLERANCE, found[ranks]
+
+
+@pytest.mark.parametrize("ranks", ["1 rank", "2 ranks"])
+def test_the_digest_of_frozen_weights_is_the_same_sharded_or_not_and_sees_every_bit(found: dict[str, Any], ranks: str):
+    for rank in found[ranks]:
+        digests = rank["digests"]
         assert digests["whole"] == digests["sharded"] is not None
         assert len({digests[name] for name in ("whole", "one bit", "two swapped")}) == 3
         assert digests["trained whole"] is None
 
 
-def elastic_case(
-    first: int, second: int, *, accumulation: int = 1, losses: str = "mutual", optimizer: str = "adamw"
-) -> Case:
-    return (first, second, accumulation, optimizer, losses, "float32")
-
-
-def test_a_run_goes_on_under_other_stages_and_on_other_ranks(tmp_path: Path):
-    made = [elastic_case(0, 1), elastic_case(2, 3), elastic_case(1, 0, optimizer="momentum"), elastic_case(3, 2)]
-    after = [
-        [elastic_case(3, 2, accumulation=2), elastic_case(1, 0)],
-        [elastic_case(0, 1), elastic_case(3, 3)],
-        [elastic_case(2, 3, optimizer="momentum")],
-        [elastic_case(2, 1), elastic_case(0, 0, accumulation=3)],
-    ]
-
-    for before, now in ((1, 2), (2, 1)):
-        folder = tmp_path / f"{before}"
-        folder.mkdir()
-        (checkpoints, *_) = run_ranks(make_elastic, made, folder, folder=folder, world_size=before)
-        jobs = [
-            (case, path, other) for case, path, others in zip(made, checkpoints, after, strict=True) for other in others
-        ]
-        (differences, *_) = run_ranks(check_elastic, jobs, folder / "now", folder=folder, world_size=now)
-        assert max(differences) < TOLERANCE, dict(zip(jobs, differences, strict=True))
+def test_every_group_of_ranks_waits_as_long_as_it_was_told(found: dict[str, Any]):
+    assert found["2 ranks"][0]["timeouts"] == {123.0}, "DeepSpeed makes groups of its own"

@@ -47,6 +47,7 @@ def ours(num_ranks: int, num_steps: int, folder: str) -> list[str]:
         f"data.batch_size={BATCH}",
         f"trainer.max_steps={num_steps}",
         "export.enabled=false",
+        "checkpoint.enabled=false",  # which the loop by hand does not write either
         f"launch.num_processes={num_ranks}",
         f"hydra.run.dir={folder}/run",
     ]
