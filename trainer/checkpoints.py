@@ -240,6 +240,11 @@ def describe_files(staged: Path, names: list[str]) -> dict[str, dict[str, Any]]:
 
 def commit(staged: Path, *, step: int, files: Mapping[str, Any], facts: Mapping[str, Any]) -> Path:
     """Makes a staged checkpoint the newest one, from one moment to the next, and returns it."""
+    for name in files:
+        if not (staged / name).is_file():
+            raise CheckpointError(
+                f"{name}, of another rank, is not in {staged}: all ranks must write to one file system"
+            )
     manifest = {"format": FORMAT, "step": step, **facts, "files": dict(sorted(files.items()))}
     write_text(staged / MANIFEST, json.dumps(manifest, indent=1) + "\n")
     for folder in {staged / parent for name in files for parent in Path(name).parents}:

@@ -272,20 +272,34 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@dataclass(kw_only=True)
+class SavedCounts:
+    """What belongs to the slices of a model and is no slice.
+
+    Args:
+        scalars: By weight, the optimizer's counts.
+        numels: By weight, the elements of all of it.
+        optimizer: The class of the optimizer.
+    """
+
+    scalars: dict[str, Any]
+    numels: dict[str, int]
+    optimizer: str
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """Returns the name of an optimizer's class, with its module."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
 # Loading -------------------------------------------------------------------------------------------------------------
 
 
-def load_slices(
-    handle: ModelHandle, reader: SliceReader, *, scalars: Mapping[str, Any], numels: Mapping[str, int]
-) -> None:
-    """Fills a trained model and its optimizer from the slices of any number of ranks and any stage; all ranks call it.
-
-    Args:
-        scalars: By weight, what `slices_of` gave on all ranks together.
-        numels: By weight, likewise.
-    """
-    _check_weights(handle, numels)
+def load_slices(handle: ModelHandle, reader: SliceReader, saved: SavedCounts) -> None:
+    """Fills a trained model and its optimizer from the slices of any ranks and any stage; all ranks call it."""
+    _check_weights(handle, saved.numels)
     optimizer = base_optimizer(handle)
+    scalars = saved.scalars if saved.optimizer == class_of(optimizer) else _converted(saved.scalars, optimizer)
     for flat in flats_of(handle):
         for piece in flat.pieces:
             flat.fill(flat.tensor, piece, reader, WEIGHT)
@@ -330,6 +344,20 @@ def _load_state(
         state[key] = reader.read(f"{WHOLE}/{key}/{name}").to(flat.tensor.device)
     for key, (value, dtype) in counts.items():
         state[key] = value if dtype is None else _count_tensor(value, dtype, flat, optimizer)
+
+
+def _converted(scalars: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """Returns counts of steps as another optimizer keeps them: torch's in a tensor, DeepSpeed's as a number."""
+    dtype = "float32" if type(optimizer).__module__.startswith("torch.optim") else None
+    return {
+        name: {
+            key: count
+            if key != STEP
+            else {"value": float(count["value"]) if dtype else int(count["value"]), "dtype": dtype}
+            for key, count in counts.items()
+        }
+        for name, counts in scalars.items()
+    }
 
 
 def _common_scalars(handle: ModelHandle, found: Mapping[str, Any]) -> dict[str, tuple[Any, str | None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,9 @@ from trainer import distributed, signals
 
 if TYPE_CHECKING:
     from trainer.trainer import MultiModelTrainer
+
+
+log = logging.getLogger(__name__)
 
 
 def heed(requests: signals.Requests, *, trainer: MultiModelTrainer, between_steps: bool) -> None:
@@ -31,9 +35,12 @@ def heed(requests: signals.Requests, *, trainer: MultiModelTrainer, between_step
     stops = terminate or interrupt
     if saver is not None and between_steps:
         saver.poll(trainer, anyone_writes=anyone_writes)
-    if saver is not None and (stops or (save and between_steps)):
+    if stops or (save and between_steps):
         requests.save = False
-        saver.save(trainer, wait=True)
+        if saver is not None:
+            saver.save(trainer, wait=True)
+        elif trainer.is_main:
+            log.warning("nothing is saved: this run writes no checkpoints")
     if stops:
         requests.take()
         if saver is not None and saver.problem is not None:

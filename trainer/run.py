@@ -26,7 +26,7 @@ from trainer.loggers.logger import Logger
 from trainer.redact import redact_command, secret_values
 from trainer.report import closing_rows, closing_table, columns_without, model_card, sample_panel
 from trainer.resume import owns_files
-from trainer.saved import claim_folder, config_text, lock_folder, resolved, save_config
+from trainer.saved import claim_folder, config_text, lock_folder, resolved, save_config, show
 from trainer.saving import Whole, choose, positions_of, versions
 from trainer.trainer import MultiModelTrainer
 
@@ -259,6 +259,12 @@ def _recorded(
             raise
         finally:
             if distributed.is_main():
+                if status in ("interrupted", "failed") and trainer.saver is not None and trainer.saver.last is not None:
+                    log.info(
+                        "saved up to %s; to go on: the same command with hydra.run.dir=%s resume=auto",
+                        trainer.saver.last.name,
+                        show(folder),
+                    )
                 outputs.write_summary(
                     folder,
                     task=_task_name(cfg),

@@ -18,7 +18,16 @@ from torch import Tensor
 from trainer import distributed
 from trainer.checkpoints import CheckpointError, find_damage, read_json, read_manifest, write_text
 from trainer.config import ConfigError
-from trainer.fragments import base_optimizer, buffers_of, check_optimizer, keeps_shapes, load_slices, slices_of
+from trainer.fragments import (
+    SavedCounts,
+    base_optimizer,
+    buffers_of,
+    check_optimizer,
+    class_of,
+    keeps_shapes,
+    load_slices,
+    slices_of,
+)
 from trainer.plain_state import pack, unpack
 from trainer.plugin_keys import AUTO
 from trainer.slices import SliceReader, write_slices
@@ -122,6 +131,7 @@ def _model_state(model: ModelHandle) -> dict[str, Any]:
     scaler = _loss_scaler(engine.optimizer)
     state = {
         "counts": model.counts(),
+        "optimizer": class_of(base_optimizer(model)),
         "keeps_shapes": keeps_shapes(model),
         "engine": {name: getattr(engine, name) for name in _COUNTERS},
         "groups": [
@@ -188,7 +198,9 @@ def give_back(trainer: MultiModelTrainer, path: Path) -> None:
     shared = read_json(path, SHARED)
     with _readable(path):
         _check_same(trainer, shared)
-        ranks = int(read_manifest(path)["world_size"])
+        manifest = read_manifest(path)
+        _tell_versions(manifest["versions"])
+        ranks = int(manifest["world_size"])
         by_rank = [read_json(path, f"rank-{rank:05d}.json") for rank in range(ranks)]
         for model in trainer.trained:
             _give_back_model(model, path, by_rank, shared["models"][model.name], trainer.horizons.get(model.name, ()))
@@ -210,6 +222,14 @@ def _readable(path: Path) -> Iterator[None]:
         raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} does not hold what a checkpoint of this version does: {error!r}") from error
+
+
+def _tell_versions(saved: Mapping[str, str]) -> None:
+    changed = [
+        f"{name} {saved.get(name)} instead of {now}" for name, now in versions().items() if saved.get(name) != now
+    ]
+    if changed and distributed.is_main():
+        log.warning("the checkpoint was saved with %s: numbers may differ in their last bits", ", ".join(changed))
 
 
 def _check_same(trainer: MultiModelTrainer, shared: Mapping[str, Any]) -> None:
@@ -241,14 +261,13 @@ def _give_back_model(
     model: ModelHandle, path: Path, by_rank: list[Any], shared: Mapping[str, Any], horizon: Iterable[str]
 ) -> None:
     folder = path / "models" / model.name
-    scalars: dict[str, Any] = {}
-    numels: dict[str, int] = {}
+    counts = SavedCounts(scalars={}, numels={}, optimizer=shared["optimizer"])
     for rank in by_rank:
-        scalars |= rank["models"][model.name]["scalars"]
-        numels |= rank["models"][model.name]["numels"]
+        counts.scalars |= rank["models"][model.name]["scalars"]
+        counts.numels |= rank["models"][model.name]["numels"]
     check_optimizer(model, kept_shapes=shared["keeps_shapes"])
     with SliceReader(sorted(folder.glob("rank-*.safetensors"))) as reader:
-        load_slices(model, reader, scalars=scalars, numels=numels)
+        load_slices(model, reader, counts)
     own = distributed.rank() if len(by_rank) == distributed.world_size() else 0
     saved = _tensors(sorted(folder.glob(f"buffers-{own:05d}-*.safetensors")))
     for key, buffer in buffers_of(model.module):

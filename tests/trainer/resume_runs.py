@@ -20,6 +20,7 @@ from trainer.digests import digest_fixed
 from trainer.saving import take
 
 STEPS, CUT, GLOBAL_BATCH = 10, 4, 12
+OFFLOADED = 10  # is added to a stage whose optimizer, and at stage 3 weights, are kept in the host's memory
 Case = tuple[int, int, int, str, str, str]  # stages of a and b, accumulation, optimizer, losses, type of the weights
 Job = tuple[Case, Path, Case]  # of the run that was saved, its checkpoint, and of the one that goes on
 
@@ -75,7 +76,17 @@ class Net(nn.Module):
 
 
 def plugins_of(case: Case) -> dict[str, Any]:
-    return {"a": zero(case[0]), "b": zero(case[1])}
+    return {"a": _plugin(case[0]), "b": _plugin(case[1])}
+
+
+def _plugin(stage: int) -> dict[str, Any]:
+    plugin = zero(stage % OFFLOADED)
+    if stage >= OFFLOADED:
+        plugin["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        plugin["zero_force_ds_cpu_optimizer"] = False  # torch's own, which needs no compiler
+    if stage == OFFLOADED + 3:
+        plugin["zero_optimization"]["offload_param"] = {"device": "cpu"}
+    return plugin
 
 
 def specs_of(case: Case, *, is_elastic: bool) -> dict[str, ModelSpec]:
@@ -164,7 +175,7 @@ def exact_cases() -> list[Case]:
             (2, "adamw", "mutual", "bfloat16"),
         ]
     )
-    pairs = [(0, 1), (1, 2), (2, 3), (3, 0), (1, 3), (2, 0), (3, 2), (0, 0)]
+    pairs = [(0, 1), (1, 2), (2, 3), (3, 0), (1, 3), (2, 0), (3, 2), (0, 0), (12, 13)]
     cases = [(*pair, *next(rest)) for pair in pairs]
     return [case for case in cases if not (case[4] == "joint" and 0 in case[:2])]
 
@@ -191,10 +202,20 @@ def run_checks(made: list[Case], jobs: list[Job], folder: Path) -> dict[str, Any
     return {
         "exact": {case: resume_exactly(case, folder / f"{number}") for number, case in enumerate(exact_cases())},
         "timeouts": timeouts(),
+        "longer": check_longer(folder / "longer"),
         "digests": check_digests(),
         "made": make_elastic(made, folder),
         "differences": check_elastic(jobs, folder),
     }
+
+
+def check_longer(folder: Path) -> dict[str, Any]:
+    """Lengthens a run that was planned for 10 steps; the schedule is laid out over all 20."""
+    case = exact_cases()[0]
+    fit(case, folder)
+    trainer = fit(case, folder, resume=newest(folder), max_steps=2 * STEPS)
+    model = trainer.models["a"]
+    return {"steps": trainer.global_step, "horizon": model.scheduler.total_iters, "updates": model.num_updates}
 
 
 def timeouts() -> set[float]:

@@ -22,7 +22,7 @@ MADE = [case(0, 1), case(2, 3), case(1, 0, optimizer="momentum"), case(3, 2)]
 GOES_ON_AS = [
     [case(3, 2, accumulation=2), case(1, 0)],
     [case(0, 1), case(3, 3)],
-    [case(2, 3, optimizer="momentum")],
+    [case(12, 13, optimizer="momentum")],
     [case(2, 1), case(0, 0, accumulation=3)],
 ]
 
@@ -63,6 +63,10 @@ def test_the_digest_of_frozen_weights_is_the_same_sharded_or_not_and_sees_every_
         assert digests["whole"] == digests["sharded"] is not None
         assert len({digests[name] for name in ("whole", "one bit", "two swapped")}) == 3
         assert digests["trained whole"] is None
+
+
+def test_a_longer_run_has_a_longer_schedule(found: dict[str, Any]):
+    assert found["1 rank"][0]["longer"] == {"steps": 20, "horizon": 20, "updates": 20}
 
 
 def test_every_group_of_ranks_waits_as_long_as_it_was_told(found: dict[str, Any]):
