@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
+from tests.trainer.resume_runs import resume_exactly
 from tests.trainer.several_checks import InfiniteGradient
 from tests.trainer.several_runs import (
     LossTask,
@@ -142,3 +143,11 @@ def test_float16_beside_float32_on_a_gpu(on_gpu: Found, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bfloat16_beside_float32_on_a_cpu(on_cpu: Found, stage: int) -> None:
     check(on_cpu, stage=stage, half=torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("stages", [(1, 2), (2, 3)])
+def test_a_run_goes_on_to_the_last_bit_on_a_gpu(stages: tuple[int, int], half: str, tmp_path: Path) -> None:
+    """With the loss scale of float16; small matrices of one shape take the same kernels each time."""
+    assert resume_exactly((*stages, 1, "adamw", "disjoint", half), tmp_path) == []

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 
@@ -121,11 +122,17 @@ def fit(
     folder.mkdir(parents=True, exist_ok=True)
     trainer = MultiModelTrainer(
         plugins_of(case),
-        **{"checkpoint": CheckpointPlan(), "max_steps": STEPS, "log_every": 1, "timeout_seconds": 123, **options},
+        **{
+            "checkpoint": CheckpointPlan(),
+            "max_steps": STEPS,
+            "log_every": 1,
+            "timeout_seconds": 123,
+            "callbacks": {"counting": Counting()},
+            **options,
+        },
         stop_at_step=stop,
         gradient_accumulation_steps=case[2],
         folder=folder,
-        callbacks={"counting": Counting()},
     )
     batch_size = GLOBAL_BATCH // (case[2] * trainer.world_size)
     data = TrainingData(train=make_data(GLOBAL_BATCH * 4 + 5), batch_size=batch_size)
@@ -283,4 +290,72 @@ def make_elastic(cases: list[Case], folder: Path) -> list[Path]:
         if distributed.is_main():
             torch.save(weights, own / "expected.pt")
         found.append(newest(own))
+    return found
+
+
+# The slow tier
+
+
+class Memory(Callback):
+    """Notes this process's resident memory."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int]] = []
+
+    def on_train_step_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
+        if trainer.global_step % 20 == 0:
+            self.seen.append((trainer.global_step, psutil.Process().memory_info().rss))
+
+
+def run_long(steps: int, folder: Path) -> list[tuple[int, int]]:
+    """Returns steps and bytes of a run that saves every 50 steps."""
+    memory = Memory()
+    plan = CheckpointPlan(every=50, keep_last=2)
+    fit(
+        (1, 3, 1, "adamw", "mutual", "float32"),
+        folder,
+        max_steps=steps,
+        checkpoint=plan,
+        callbacks={"memory": memory},
+        is_elastic=True,
+    )
+    return memory.seen
+
+
+def change_adam(folder: Path) -> dict[str, float]:
+    """Goes from torch's AdamW to DeepSpeed's on the CPU and back, each at half of the run."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    settings: dict[str, Any] = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
+    adams = {
+        "torch": functools.partial(torch.optim.AdamW, **settings),
+        "cpu": functools.partial(DeepSpeedCPUAdam, adamw_mode=True, **settings),
+    }
+
+    def train(name: str, place: Path, **options: Any) -> MultiModelTrainer:
+        reset_accelerate()
+        block: dict[str, Any] = {"stage": 2}
+        if name == "cpu":
+            block["offload_optimizer"] = {"device": "cpu"}
+        trainer = MultiModelTrainer(
+            {"a": {"zero_optimization": block}, "b": zero(0)},
+            max_steps=STEPS,
+            folder=place,
+            checkpoint=CheckpointPlan(),
+            stop_at_step=options.pop("stop", None),
+        )
+        models = {
+            "a": ModelSpec(build=functools.partial(make_net, 1), optimizer=adams[name], dtype=torch.float32),
+            "b": spec("b"),
+        }
+        data = TrainingData(train=make_data(), batch_size=GLOBAL_BATCH // trainer.world_size)
+        trainer.fit(LossTask(LOSSES["disjoint"]), models=models, data=data, **options)
+        return trainer
+
+    expected = weights_of(train("torch", folder / "whole"))
+    found = {}
+    for before, after in (("torch", "cpu"), ("cpu", "torch")):
+        train(before, folder / before, stop=CUT)
+        weights = weights_of(train(after, folder / "after" / after, resume=newest(folder / before)))
+        found[f"{before} to {after}"] = difference(weights, expected) if distributed.is_main() else 0.0
     return found

@@ -62,14 +62,19 @@ sys.exit(launch.start_ranks([sys.executable, sys.argv[1]], count=2, folder=Path(
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Returns where a test writes what its ranks do; signal handlers are as before afterwards."""
+    """Returns where a test writes what its ranks do; signal handlers are those of a foreground job, and stay so."""
     monkeypatch.setenv("OUT", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(Path(launch.__file__).parents[1]))  # where the package is not installed
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:  # a test that runs in the background, or under nohup, ignores some
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     handlers = [signal.getsignal(number) for number in numbers]
     yield tmp_path / "rank.py"
     assert [signal.getsignal(number) for number in numbers] == handlers
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def start(

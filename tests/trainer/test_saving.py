@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.ranks import run_ranks
-from tests.trainer.resume_runs import Case, Job, check_elastic, exact_cases, run_checks
+from tests.trainer.resume_runs import Case, Job, change_adam, check_elastic, exact_cases, run_checks, run_long
 
 # Both sides in float32, after 10 updates of weights of size 1: rounding is a few 1e-8 a step.
 TOLERANCE = 2e-6
@@ -71,3 +72,20 @@ def test_a_longer_run_has_a_longer_schedule(found: dict[str, Any]):
 
 def test_every_group_of_ranks_waits_as_long_as_it_was_told(found: dict[str, Any]):
     assert found["2 ranks"][0]["timeouts"] == {123.0}, "DeepSpeed makes groups of its own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_offloaded_adam_goes_on_from_torchs_and_back(ranks: int, tmp_path: Path):
+    found = run_ranks(change_adam, tmp_path, folder=tmp_path, world_size=ranks, timeout=600)[0]
+
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_three_thousand_steps(tmp_path: Path):
+    for rank, seen in enumerate(run_ranks(run_long, 3000, tmp_path, folder=tmp_path, world_size=2, timeout=1800)):
+        steps, sizes = np.array([pair for pair in seen if pair[0] > 1500]).T
+        slope = np.polyfit(steps, sizes, 1)[0] * 1000 / sizes.mean()
+        print(f"rank {rank}: {sizes.mean() / 1e6:.0f} MB, slope {slope:.3%} per 1000 steps")
+        assert slope < 0.01

@@ -22,9 +22,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def command(folder: Path, *overrides: str, ranks: int = 2) -> list[str]:
-    """Returns the command of a run into a folder."""
+    """Returns the command of a run into a folder, of the trio where no task is given."""
+    task = [] if any(override.startswith("task=") for override in overrides) else ["task=trio"]
     return [
-        *(sys.executable, "-m", "trainer", f"--config-dir={ROOT}/tests/trainer/soak_conf", "task=trio"),
+        *(sys.executable, "-m", "trainer", f"--config-dir={ROOT}/tests/trainer/soak_conf", *task),
         *(f"hydra.run.dir={folder}", f"launch.num_processes={ranks}", "logger=[jsonl]", *overrides),
     ]
 
