@@ -68,8 +68,9 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:  # a test that runs in the background, or under nohup, ignores some
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    # A test that runs in the background, or under nohup, ignores these.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     handlers = [signal.getsignal(number) for number in numbers]
     yield tmp_path / "rank.py"
     assert [signal.getsignal(number) for number in numbers] == handlers
