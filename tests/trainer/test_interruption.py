@@ -29,7 +29,7 @@ class NotedSaver:
 
 def ask(requests: Requests, saver: NotedSaver | None, *, between_steps: bool = True) -> list[Any]:
     """Returns what the saver was asked for."""
-    trainer: Any = SimpleNamespace(saver=saver, device=torch.device("cpu"))
+    trainer: Any = SimpleNamespace(saver=saver, device=torch.device("cpu"), is_main=True)
     heed(requests, trainer=trainer, between_steps=between_steps)
     return [] if saver is None else saver.asked
 
