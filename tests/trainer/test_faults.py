@@ -56,9 +56,9 @@ def processes_of(folder: Path) -> list[int]:
 
 
 def test_a_run_whose_ranks_are_killed_comes_to_the_same_end(undisturbed: Path, tmp_path: Path):
-    moments = soak(tmp_path / "run", "task.step_seconds=0.1", kills=8, longest=2.0, seed=0)
+    moments = soak(tmp_path / "run", "task.step_seconds=0.2", kills=8, longest=1.5, seed=0)
 
-    assert len(set(moments)) > 4, "at different moments"
+    assert len(set(moments)) >= 3, f"at different moments: {moments}"
     assert_same_run(tmp_path / "run", undisturbed)
 
 
@@ -139,7 +139,7 @@ def test_three_hundred_steps_with_fifty_kills(tmp_path: Path):
     status, output = run(tmp_path / "undisturbed", *long)
     assert status == 0, output[-3000:]
 
-    moments = soak(tmp_path / "run", "task.step_seconds=0.1", *long, kills=50, longest=3.0, seed=1)
+    moments = soak(tmp_path / "run", "task.step_seconds=0.1", *long, kills=50, longest=1.0, seed=1)
 
     print("\n".join(moments))
     assert any("saving" in moment for moment in moments)

@@ -29,7 +29,7 @@ def test_a_run_that_a_callback_ended_says_why(caplog: pytest.LogCaptureFixture) 
     job: Any = SimpleNamespace(trainer=fitted, task=None, models={}, data=None)
 
     with caplog.at_level(logging.INFO):
-        run.fit(job, OmegaConf.create({"export": {"enabled": False}}))
+        run.fit(job, OmegaConf.create({"export": {"enabled": False}}), None)
 
     assert "stopped at step 7: val/loss got worse" in caplog.text
 

@@ -126,21 +126,29 @@ def shared_memory() -> set[str]:
 def kill_at_random(
     process: subprocess.Popen[str], folder: Path, *, kills: int, longest: float, draw: random.Random
 ) -> list[str]:
-    """Kills a random rank a random time after each start of the ranks has touched the metrics; returns when it did."""
+    """Kills a random rank so many times, a random time after the ranks' first step, or sometimes before it.
+
+    Returns:
+        How many numbers each was when it was killed, and whether it was saving.
+    """
     moments: list[str] = []
     file, staged = folder / "metrics.jsonl", folder / "checkpoints"
-    while len(moments) < kills:
+    while len(moments) < kills and process.poll() is None:
         since = time.time_ns()
-        wait_for(
-            lambda since=since: process.poll() is not None or (file.exists() and file.stat().st_mtime_ns > since),
-            seconds=180,
-        )
+        _wait(process, lambda since=since: file.exists() and file.stat().st_mtime_ns > since)  # the log is open
+        if draw.random() < 0.8:
+            size = file.stat().st_size
+            _wait(process, lambda size=size: file.stat().st_size > size)
         time.sleep(draw.uniform(0, longest))
         ranks = ranks_of(process)
-        if process.poll() is not None:
+        if process.poll() is not None or not ranks:
             break
         draw.choice(ranks).kill()
         is_saving = staged.is_dir() and any(staged.glob(".*.part"))
         moments.append(f"line {num_lines(folder)}{', saving' if is_saving else ''}")
         wait_for(lambda ranks=ranks: not any(rank.is_running() for rank in ranks), seconds=60)
     return moments
+
+
+def _wait(process: subprocess.Popen[str], condition: Any) -> None:
+    wait_for(lambda: process.poll() is not None or condition(), seconds=180)
