@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,18 +48,32 @@ def export_model(
     state = adapter_state(module) if is_adapted(module) else gathered_state_dict(module)
     if distributed.is_main():
         _check_complete(handle, state)
-        folder.mkdir(parents=True)
-        if is_adapted(module):
-            save_adapter(module, folder, state)
-        elif isinstance(module, PreTrainedModel):
-            module.save_pretrained(folder, state_dict=state)
-        else:
-            save_file(_unshared(state), folder / WEIGHTS)
-        if not isinstance(base, PreTrainedModel):
-            (folder / BUILD).write_text(yaml.safe_dump(dict(build), sort_keys=False), encoding="utf-8")
-        elif tokenizer is not None:
-            tokenizer.save_pretrained(folder)
+        with _replaced(folder) as part:
+            if is_adapted(module):
+                save_adapter(module, part, state)
+            elif isinstance(module, PreTrainedModel):
+                module.save_pretrained(part, state_dict=state)
+            else:
+                save_file(_unshared(state), part / WEIGHTS)
+            if not isinstance(base, PreTrainedModel):
+                (part / BUILD).write_text(yaml.safe_dump(dict(build), sort_keys=False), encoding="utf-8")
+            elif tokenizer is not None:
+                tokenizer.save_pretrained(part)
     distributed.barrier()
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """Yields a folder to write to, which then takes the place of an export that an earlier part of the run left."""
+    part, old = (folder.with_name(f".{folder.name}.{word}") for word in ("part", "old"))
+    for left in (part, old):  # of a run that died here
+        shutil.rmtree(left, ignore_errors=True)
+    part.mkdir(parents=True)
+    yield part
+    if folder.exists():
+        folder.rename(old)
+    part.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def rescore(

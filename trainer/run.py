@@ -20,6 +20,8 @@ from trainer.build import Run, build_run, plain
 from trainer.callbacks import SampleTable, Throughput
 from trainer.checkpoints import CONFIG, Resumption, newer_than, set_aside
 from trainer.config import ConfigError
+from trainer.data.identity import identify_sources
+from trainer.data.sources import name_sources
 from trainer.export import RESCORED_BATCHES, export_model, rescore
 from trainer.heartbeat import sign_of_life
 from trainer.loggers.logger import Logger
@@ -27,7 +29,7 @@ from trainer.redact import redact_command, secret_values
 from trainer.report import closing_rows, closing_table, columns_without, model_card, sample_panel
 from trainer.resume import owns_files
 from trainer.saved import claim_folder, config_text, lock_folder, resolved, save_config, show
-from trainer.saving import Whole, choose, positions_of, versions
+from trainer.saving import Whole, check_data, choose, positions_of, versions
 from trainer.trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,9 @@ def run(cfg: DictConfig, *, folder: Path, command: str, resumption: Resumption |
     log.info("starting %s", _ranks())
     job = build_run(cfg)
     whole = choose(resumption.candidates) if resumption is not None and resumption.candidates else None
+    if whole is not None:
+        own = {name: spec.data for name, spec in job.models.items() if spec.data is not None}
+        check_data(whole.path, identify_sources(name_sources(job.data, own)))  # before anything is touched
     # Only training changes a run's folder; what else reads a checkpoint gets a folder of its own.
     is_own = cfg.mode == "fit" and owns_files(folder, resumption)
     goes_on = is_own and resumption is not None and resumption.goes_on
@@ -159,7 +164,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
     if any(source.startswith("embedded:") for source in _sources(cfg, list(cfg.models))):
         out.print("This is a demonstration on a small embedded text; the documentation says what to expect of it.")
     assert trainer.folder is not None
-    for folder in sorted((trainer.folder / "export").glob("*")):
+    for folder in sorted((trainer.folder / "export").glob("[!.]*")):
         build = cfg.models[folder.name].build
         is_adapter = (folder / CONFIG_FILE).exists()
         teacher = cfg.models[job.task.reference].build.get("name") if job.task.reference else None

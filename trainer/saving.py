@@ -198,6 +198,7 @@ def give_back(trainer: MultiModelTrainer, path: Path) -> None:
     shared = read_json(path, SHARED)
     with _readable(path):
         _check_same(trainer, shared)
+        check_data(path, trainer.data_identity)
         manifest = read_manifest(path)
         _tell_versions(manifest["versions"])
         ranks = int(manifest["world_size"])
@@ -232,6 +233,21 @@ def _tell_versions(saved: Mapping[str, str]) -> None:
         log.warning("the checkpoint was saved with %s: numbers may differ in their last bits", ", ".join(changed))
 
 
+def check_data(path: Path, identities: Mapping[str, Any]) -> None:
+    """Raises ConfigError for every set of examples that is not what the run began with."""
+    problems, saved = [], read_json(path, SHARED)["data"]
+    for key, identity in identities.items():
+        before = saved.get(key, identity)
+        if before["examples"] != identity["examples"]:
+            what = f"{identity['examples']} examples, and the run began with {before['examples']}"
+        else:
+            what = "other examples than the run began with"
+        if before != identity:
+            problems.append(f"{key}: holds {what}; put the data back as they were, or start a new run")
+    if problems:
+        raise ConfigError(*problems)
+
+
 def _check_same(trainer: MultiModelTrainer, shared: Mapping[str, Any]) -> None:
     """Raises ConfigError for every part of the run that is not what it was."""
     problems = []
@@ -247,12 +263,6 @@ def _check_same(trainer: MultiModelTrainer, shared: Mapping[str, Any]) -> None:
                 f"models.{name}: its frozen weights are not those that the run began with; give the same weights, and "
                 "where they are random the same plugin"
             )
-    for key, identity in trainer.data_identity.items():
-        saved = shared["data"].get(key)
-        if saved is not None and saved != identity:
-            counts = f"{identity['examples']} examples instead of {saved['examples']}"
-            what = counts if identity["examples"] != saved["examples"] else "examples of other content"
-            problems.append(f"{key}: holds {what} than the run began with; put the data back, or start a new run")
     if problems:
         raise ConfigError(*problems)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from tests.ranks import run_ranks
 from tests.trainer.test_assets import TOKENS, tiny_llama
 from tests.trainer.test_trainer import reset_accelerate
 from trainer import ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
-from trainer.export import ExportError, export_model, rescore
+from trainer.export import ExportError, _replaced, export_model, rescore
 
 Found = dict[str, Any]
 BUILD = {"_target_": "tests.trainer.test_export.tied_net", "width": 6}
@@ -264,3 +265,19 @@ def test_model_with_empty_tensors_is_refused(tmp_path: Path) -> None:
         export_model(handle, tmp_path / "export", tokenizer=None, build={})
 
     assert not (tmp_path / "export").exists()
+
+
+def test_an_export_takes_the_place_of_an_earlier_one_once_it_is_whole(tmp_path: Path):
+    folder = tmp_path / "export" / "student"
+    for word in ("first", "second"):
+        with _replaced(folder) as part:
+            (part / word).touch()
+
+    with suppress(OSError), _replaced(folder) as part:
+        (part / "third").touch()
+        raise OSError("disk full")
+
+    assert [path.name for path in folder.iterdir()] == ["second"]
+    with _replaced(folder):
+        pass
+    assert [path.name for path in folder.parent.iterdir()] == ["student"], "nothing half-written stays"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.trainer.resume_runs import Case, Job, change_adam, check_elastic, exact_cases, run_checks, run_long
+from trainer.config import ConfigError
+from trainer.saving import check_data
 
 # Both sides in float32, after 10 updates of weights of size 1: rounding is a few 1e-8 a step.
 TOLERANCE = 2e-6
@@ -72,6 +75,28 @@ def test_a_longer_run_has_a_longer_schedule(found: dict[str, Any]):
 
 def test_every_group_of_ranks_waits_as_long_as_it_was_told(found: dict[str, Any]):
     assert found["2 ranks"][0]["timeouts"] == {123.0}, "DeepSpeed makes groups of its own"
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({"examples": 9, "digest": "x"}, "data.train: holds 9 examples, and the run began with 10; put the data back"),
+        (
+            {"examples": 10, "digest": "y"},
+            "data.train: holds other examples than the run began with; put the data back",
+        ),
+        ({"examples": 10, "digest": "x"}, None),
+    ],
+)
+def test_data_that_changed_are_refused(now: dict[str, Any], said: str | None, tmp_path: Path):
+    (tmp_path / "trainer.json").write_text(json.dumps({"data": {"data.train": {"examples": 10, "digest": "x"}}}))
+
+    if said is None:
+        check_data(tmp_path, {"data.train": now, "data.validation": now})
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_data(tmp_path, {"data.train": now})
+    assert refused.value.problems[0].startswith(said)
 
 
 @pytest.mark.slow
