@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from tests.trainer.resume_runs import resume_exactly
+from tests.trainer.saving.resume_runs import resume_exactly
 from tests.trainer.several_checks import InfiniteGradient
 from tests.trainer.several_runs import (
     LossTask,

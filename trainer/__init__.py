@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.callbacks.callback import Callback
-    from trainer.checkpoints import CheckpointPlan
     from trainer.config import ConfigError
     from trainer.data.collate import model_inputs
     from trainer.data.sources import TrainingData
     from trainer.distributed import gather_with_gradient
     from trainer.handle import ModelHandle
+    from trainer.saving.checkpoints import CheckpointPlan
     from trainer.specs import ModelSpec
     from trainer.task import IGNORED, Batch, Metric, NonFiniteError, StepOutput, TaskModule
     from trainer.trainer import MultiModelTrainer
@@ -40,7 +40,7 @@ __all__ = [
 # Lazily (PEP 562): `python -m trainer --help` must not import torch.
 _HOMES = {
     "Callback": "trainer.callbacks.callback",
-    "CheckpointPlan": "trainer.checkpoints",
+    "CheckpointPlan": "trainer.saving.checkpoints",
     "ConfigError": "trainer.config",
     "ModelSpec": "trainer.specs",
     "gather_with_gradient": "trainer.distributed",

@@ -154,7 +154,7 @@ def _check_kept(composition: "Composition") -> list[str]:
     if composition.saved is None or composition.resumption is None or composition.cfg is None:
         return []
     from trainer import kept
-    from trainer.checkpoints import read_manifest, step_of
+    from trainer.saving.checkpoints import read_manifest, step_of
 
     checkpoint = composition.resumption.candidates[0]
     saved_ranks = read_manifest(checkpoint).get("world_size")

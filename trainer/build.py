@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from trainer import distributed
 from trainer.callbacks.callback import Callback
-from trainer.checkpoints import CheckpointPlan
 from trainer.config import ConfigError, DataConfig, ModelConfig
 from trainer.data import (
     PaddingCollator,
@@ -33,6 +32,7 @@ from trainer.data.sources import TrainingData
 from trainer.loggers.logger import Logger
 from trainer.models import tokenizer_name
 from trainer.plugins import Config, read_plugin
+from trainer.saving.checkpoints import CheckpointPlan
 from trainer.specs import ModelSpec
 from trainer.task import TaskModule
 from trainer.trainer import MultiModelTrainer

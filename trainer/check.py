@@ -286,7 +286,7 @@ def _check_values(config: Config, name: str) -> list[str]:
 
 
 def _check_saving(key: str, model: Config, plugin: dict[str, Any], config: Config) -> Iterator[str]:
-    from trainer.fragments import find_problem
+    from trainer.saving.fragments import find_problem
 
     is_saved = config["checkpoint"]["enabled"] and config["mode"] == "fit" and model["trainable"]
     if is_saved and plugin.get("zero_optimization"):

@@ -28,8 +28,8 @@ from trainer.saved import SAVED, node_of, propose_folder, show
 from trainer.words import did_you_mean
 
 if TYPE_CHECKING:
-    from trainer.checkpoints import Resumption
     from trainer.resume import Found
+    from trainer.saving.checkpoints import Resumption
 
 __all__ = ["Composition", "Request", "compose_run", "conf_dir", "start_hydra"]
 

@@ -23,9 +23,9 @@ from trainer.causes import REFUSED as REFUSED
 from trainer.causes import REPORT, Cause, find_cause, read_reports, stack_file, was_interrupted
 from trainer.causes import TERMINATED as TERMINATED
 from trainer.causes import report_end as report_end
-from trainer.checkpoints import FOLDER as CHECKPOINTS
-from trainer.checkpoints import find_all
 from trainer.redact import redact
+from trainer.saving.checkpoints import FOLDER as CHECKPOINTS
+from trainer.saving.checkpoints import find_all
 from trainer.signals import SaveNote, raise_terminated
 from trainer.signals import Terminated as Terminated
 

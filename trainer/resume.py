@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.checkpoints import (
+from trainer.saved import is_attempt, show
+from trainer.saving.checkpoints import (
     BEST,
     FOLDER,
     LAST,
@@ -18,7 +19,6 @@ from trainer.checkpoints import (
     pointed_to,
     step_of,
 )
-from trainer.saved import is_attempt, show
 from trainer.words import nearest
 
 AUTO = "auto"

@@ -18,7 +18,6 @@ from trainer import distributed, outputs
 from trainer.adapters import CONFIG_FILE, base_class, base_name
 from trainer.build import Run, build_run, plain
 from trainer.callbacks import SampleTable, Throughput
-from trainer.checkpoints import CONFIG, Resumption, newer_than, set_aside
 from trainer.config import ConfigError
 from trainer.data.identity import identify_sources
 from trainer.data.sources import name_sources
@@ -29,7 +28,8 @@ from trainer.redact import redact_command, secret_values
 from trainer.report import closing_rows, closing_table, columns_without, model_card, sample_panel
 from trainer.resume import owns_files
 from trainer.saved import claim_folder, config_text, lock_folder, resolved, save_config, show
-from trainer.saving import Whole, check_data, choose, positions_of, versions
+from trainer.saving.checkpoints import CONFIG, Resumption, newer_than, set_aside
+from trainer.saving.content import Whole, check_data, choose, positions_of, versions
 from trainer.trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from trainer import distributed, signals
 from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
-from trainer.checkpoints import CheckpointPlan
 from trainer.config import ConfigError
 from trainer.data.device import to_device
 from trainer.data.identity import identify_sources
 from trainer.data.loader import MicroBatch
 from trainer.data.sources import TrainingData, TrainSources, ValidationSources, find_missing_fields, name_sources
 from trainer.data.tokenizers import find_vocabulary_problem
-from trainer.digests import digest_fixed
 from trainer.engines import Engines, Plugin
 from trainer.evaluation import evaluate
 from trainer.handle import ModelHandle
@@ -29,8 +27,10 @@ from trainer.interruption import heed
 from trainer.loggers.logger import Logger
 from trainer.non_finite import NonFinitePolicy
 from trainer.plan import show_plan
-from trainer.saver import Saver
-from trainer.saving import Checkpoint, Whole, choose, give_back, horizon_keys
+from trainer.saving.checkpoints import CheckpointPlan
+from trainer.saving.content import Checkpoint, Whole, choose, give_back, horizon_keys
+from trainer.saving.digests import digest_fixed
+from trainer.saving.saver import Saver
 from trainer.seeds import seed_everything
 from trainer.specs import ModelSpec, RunFacts
 from trainer.start_weights import build_order

@@ -4,9 +4,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from trainer.checkpoints import name_of, point
 from trainer.compose import Composition, Request, compose_run, conf_dir
 from trainer.saved import save_config, write_config
+from trainer.saving.checkpoints import name_of, point
 
 
 def compose_with(*overrides: str, config_dir: Path | None = None, config_path: Path | None = None) -> Composition:

@@ -24,7 +24,7 @@ from tests.trainer.trio_runs import (
     start,
     wait_for,
 )
-from trainer.checkpoints import find_all, step_of
+from trainer.saving.checkpoints import find_all, step_of
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 from tests.test_cli import CODE, TASK, trainer
 from tests.trainer.saved_runs import compose_with, damage, make_run
 from trainer import resume
-from trainer.checkpoints import Resumption, name_of
 from trainer.compose import Request, compose_run
 from trainer.config import ConfigError
 from trainer.saved import check_folder, claim_folder, config_text, is_attempt, lock_folder, propose_folder, save_config
+from trainer.saving.checkpoints import Resumption, name_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.trainer.saved_runs import compose_with, make_run, write_manifest
 from trainer import kept
-from trainer.checkpoints import name_of
 from trainer.compose import Composition
 from trainer.saved import propose_folder, resolved
+from trainer.saving.checkpoints import name_of
 
 
 def changes(composition: Composition) -> list[str]:

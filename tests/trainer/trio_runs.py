@@ -16,7 +16,7 @@ import psutil
 import torch
 from safetensors.torch import load_file
 
-from trainer.checkpoints import find_all, find_damage
+from trainer.saving.checkpoints import find_all, find_damage
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trainer import ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData, distributed
-from trainer.checkpoints import CheckpointPlan, find_all
-from trainer.saving import choose, give_back, take
+from trainer.saving.checkpoints import CheckpointPlan, find_all
+from trainer.saving.content import choose, give_back, take
 
 Numbers = dict[str, list[float]]
 

@@ -14,12 +14,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer import checkpoints, distributed
-from trainer.checkpoints import CheckpointError, CheckpointPlan
+from trainer import distributed
 from trainer.config import ConfigError
 from trainer.heartbeat import sign_of_life
-from trainer.plain_state import pack
-from trainer.saving import Content, take, versions
+from trainer.saving import checkpoints
+from trainer.saving.checkpoints import CheckpointError, CheckpointPlan
+from trainer.saving.content import Content, take, versions
+from trainer.saving.plain_state import pack
 
 if TYPE_CHECKING:
     from trainer.trainer import MultiModelTrainer

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer import slices
-from trainer.checkpoints import CheckpointError, describe_files, find_damage, read_json, stage
-from trainer.checkpoints import commit as commit_checkpoint
-from trainer.slices import SliceReader, write_slices
+from trainer.saving import slices
+from trainer.saving.checkpoints import CheckpointError, describe_files, find_damage, read_json, stage
+from trainer.saving.checkpoints import commit as commit_checkpoint
+from trainer.saving.slices import SliceReader, write_slices
 
 KEY = "weight/net.0.weight"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.trainer.fragment_runs import RESUMED, run_all
+from tests.trainer.saving.fragment_runs import RESUMED, run_all
 from tests.trainer.test_check import problems_of
-from trainer.fragments import find_problem
+from trainer.saving.fragments import find_problem
 
 # After 4 updates of weights of size 1, in float32 in another order.
 TOLERANCE = 1e-6

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer import distributed
-from trainer.checkpoints import CheckpointError, find_damage, read_json, read_manifest, write_text
 from trainer.config import ConfigError
-from trainer.fragments import (
+from trainer.plugin_keys import AUTO
+from trainer.saving.checkpoints import CheckpointError, find_damage, read_json, read_manifest, write_text
+from trainer.saving.fragments import (
     SavedCounts,
     base_optimizer,
     buffers_of,
@@ -28,9 +29,8 @@ from trainer.fragments import (
     load_slices,
     slices_of,
 )
-from trainer.plain_state import pack, unpack
-from trainer.plugin_keys import AUTO
-from trainer.slices import SliceReader, write_slices
+from trainer.saving.plain_state import pack, unpack
+from trainer.saving.slices import SliceReader, write_slices
 from trainer.specs import keywords_of
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.trainer.resume_runs import differing, newest, state_of
+from tests.trainer.saving.resume_runs import differing, newest, state_of
 from tests.trainer.several_runs import EXAMPLES, OPTIMIZERS, global_batches, make_data, make_net, zero
 from tests.trainer.test_trainer import reset_accelerate
 from trainer import ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
-from trainer.checkpoints import CheckpointError, CheckpointPlan
-from trainer.fragments import slices_of
 from trainer.handle import ModelHandle
+from trainer.saving.checkpoints import CheckpointError, CheckpointPlan
+from trainer.saving.fragments import slices_of
 from trainer.updates import UpdatePlan
 
 STEPS, CUT = 4, 2

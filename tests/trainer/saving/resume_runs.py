@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from tests.trainer.several_runs import LOSSES, SEEDS, LossTask, difference, make_data, make_net, spec, weights_of, zero
 from tests.trainer.test_trainer import reset_accelerate
 from trainer import Callback, ModelSpec, MultiModelTrainer, TaskModule, TrainingData, distributed
-from trainer.checkpoints import FOLDER, CheckpointPlan, find_all
-from trainer.digests import digest_fixed
-from trainer.saving import take
+from trainer.saving.checkpoints import FOLDER, CheckpointPlan, find_all
+from trainer.saving.content import take
+from trainer.saving.digests import digest_fixed
 
 STEPS, CUT, GLOBAL_BATCH = 10, 4, 12
 OFFLOADED = 10  # is added to a stage whose optimizer, and at stage 3 weights, are kept in the host's memory

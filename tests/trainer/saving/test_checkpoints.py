@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from trainer import checkpoints
-from trainer.checkpoints import (
+from trainer.saving import checkpoints
+from trainer.saving.checkpoints import (
     BEST,
     LAST,
     MANIFEST,

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer.checkpoints import CheckpointError
+from trainer.saving.checkpoints import CheckpointError
 
 FILE_BYTES = 1 << 30  # of one file: what is copied at a time where the weights are on a GPU
 _STARTS = "starts"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.ranks import run_ranks
-from tests.trainer.resume_runs import Case, Job, change_adam, check_elastic, exact_cases, run_checks, run_long
+from tests.trainer.saving.resume_runs import Case, Job, change_adam, check_elastic, exact_cases, run_checks, run_long
 from trainer.config import ConfigError
-from trainer.saving import check_data
+from trainer.saving.content import check_data
 
 # Both sides in float32, after 10 updates of weights of size 1: rounding is a few 1e-8 a step.
 TOLERANCE = 2e-6

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import distributed
-from trainer.checkpoints import CheckpointError
 from trainer.handle import ModelHandle
-from trainer.plain_state import pack, unpack
 from trainer.plugins import Config
-from trainer.slices import SliceReader
+from trainer.saving.checkpoints import CheckpointError
+from trainer.saving.plain_state import pack, unpack
+from trainer.saving.slices import SliceReader
 
 WEIGHT = "weight"  # the kind of slice that holds a weight, in float32 where the optimizer keeps it so
 STATE = "state"  # "state/<key>": the optimizer's numbers that belong to each weight, such as exp_avg

@@ -18,10 +18,21 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer import Callback, ConfigError, TaskModule, saver, saving
-from trainer.checkpoints import BEST, FOLDER, LAST, CheckpointPlan, find_all, find_damage, pointed_to, scores, step_of
-from trainer.saver import Saver
-from trainer.saving import Content
+from trainer import Callback, ConfigError, TaskModule
+from trainer.saving import content, saver
+from trainer.saving.checkpoints import (
+    BEST,
+    FOLDER,
+    LAST,
+    CheckpointPlan,
+    find_all,
+    find_damage,
+    pointed_to,
+    scores,
+    step_of,
+)
+from trainer.saving.content import Content
+from trainer.saving.saver import Saver
 
 WEIGHTS = "models/a/rank-00000-000.safetensors"
 
@@ -133,14 +144,14 @@ def test_the_background_writes_the_same_bytes(tmp_path: Path):
 @contextmanager
 def held_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Yields what lets writing begin."""
-    gate, write_slices = threading.Event(), saving.write_slices
+    gate, write_slices = threading.Event(), content.write_slices
 
     def wait(*arguments: Any) -> list[str]:
         assert gate.wait(timeout=30)
         return write_slices(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "write_slices", wait)
+        patch.setattr(content, "write_slices", wait)
         try:
             yield gate
         finally:

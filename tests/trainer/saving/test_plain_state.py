@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.plain_state import pack, unpack
-from trainer.slices import write_slices
+from trainer.saving.plain_state import pack, unpack
+from trainer.saving.slices import write_slices
 
 
 def through_files(state: Any, folder: Path) -> Any:
