@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Composition", "Request", "compose_run", "conf_dir", "start_hydra"]
 
+_ABSENT = object()
 _TASK_KEYS = re.compile(r"[+~]*(models|task|callbacks|logger|data)\b")  # what another task may lack
 _RUN_DIR = "hydra.run.dir"
 
@@ -130,6 +131,7 @@ def _compose_resumed(request: Request, overrides: list[Override], found: Found, 
     if laid.cfg is None:
         return Composition(problems=laid.problems)
     values = [*without_callbacks(chosen, laid.cfg), *_values(overrides, laid.cfg, intact=laid.intact)]
+    values, moot = _once_more(values, laid.cfg)
     own = [spell_null(o) for o in chosen if group_of(o).startswith("hydra/")]
     trains = (_given(overrides, "mode") or saved.cfg.mode) == "fit"
     if has_folder or trains:
@@ -141,8 +143,22 @@ def _compose_resumed(request: Request, overrides: list[Override], found: Found, 
     composition.resumption, composition.saved = found.resumption, saved.cfg
     if not (has_folder or trains):  # a look at a run does not change it
         composition.resumption = replace(found.resumption, run_folder=propose_folder(cfg), goes_on=False)
-    composition.warnings += [*found.warnings, *_unused(request, overrides, composition)]
+    composition.warnings += [*found.warnings, *moot, *_unused(request, overrides, composition)]
     return composition
+
+
+def _once_more(lines: list[str], saved: DictConfig) -> tuple[list[str], list[str]]:
+    """Returns overrides that may have been given before, as they are to be given again, and those that change nothing.
+
+    What was added is there and is replaced; what was deleted is gone.
+    """
+    gone = [
+        line
+        for line in lines
+        if line.startswith("~") and OmegaConf.select(saved, line[1:].partition("=")[0], default=_ABSENT) is _ABSENT
+    ]
+    again = [f"+{line}" if line.startswith("+") and not line.startswith("++") else line for line in lines]
+    return [line for line in again if line not in gone], [f"{line}: it is not there in the run" for line in gone]
 
 
 def _unused(request: Request, overrides: list[Override], composition: Composition) -> Iterator[str]:

@@ -139,7 +139,7 @@ def test_three_hundred_steps_with_fifty_kills(tmp_path: Path):
     status, output = run(tmp_path / "undisturbed", *long)
     assert status == 0, output[-3000:]
 
-    moments = soak(tmp_path / "run", "task.step_seconds=0.1", *long, kills=50, longest=1.0, seed=1)
+    moments = soak(tmp_path / "run", "task.step_seconds=0.2", *long, kills=50, longest=0.8, seed=1)
 
     print("\n".join(moments))
     assert any("saving" in moment for moment in moments)

@@ -237,3 +237,17 @@ def test_a_look_at_a_run_leaves_its_folder_alone(run: Path) -> None:
     assert validate.resumption.run_folder == propose_folder(validate.hydra)
     assert propose_folder(validate.hydra).parent == Path("outputs/distill")
     assert (export.resumption.run_folder, export.resumption.goes_on) == (run, True), "it was asked for"
+
+
+def test_the_same_command_goes_on_though_what_it_deletes_and_adds_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ("~callbacks.progress", "+callbacks.mine={_target_: trainer.callbacks.ModelSummary, max_depth: 3}")
+    make_run(tmp_path / "run", *command)
+
+    again = compose_with(*command, "hydra.run.dir=run", "resume=auto")
+
+    assert again.problems == []
+    assert again.warnings == ["~callbacks.progress: it is not there in the run"]
+    assert "progress" not in again.cfg.callbacks and again.cfg.callbacks.mine.max_depth == 3
