@@ -56,6 +56,7 @@ LAYERS = (
     ("trainer.plugins", "trainer.assets"),
     ("trainer.plugin_keys",),
     ("trainer.saving.slices",),
+    ("trainer.saving.checkpoints",),
     (
         "trainer.task",
         "trainer.distributed",
@@ -68,7 +69,6 @@ LAYERS = (
         "trainer.redact",
         "trainer.config",
         "trainer.saving",
-        "trainer.saving.checkpoints",
         "trainer.saving.plain_state",
         "trainer.discard",
     ),

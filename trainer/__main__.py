@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trainer import __version__, launch
 from trainer.config import ConfigError
 from trainer.heartbeat import sign_of_life
-from trainer.redact import redact
+from trainer.redact import redact, remember
 from trainer.signals import Terminated
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 0 done, 1 failed, 2 refused, 130 and 143 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    remember(argv)
     launch.raise_on_signals()
     if launch.is_own_rank():
         launch.end_with_launcher()
@@ -138,6 +139,10 @@ def _compose_and_check(request: "Request") -> "Composition":
     from trainer.compose import compose_run
 
     composition = compose_run(request)
+    if composition.cfg is not None:
+        from omegaconf import OmegaConf
+
+        remember((), OmegaConf.to_container(composition.cfg, resolve=True))
     if composition.cfg is not None and not launch.is_own_rank():  # whoever started this rank has checked
         with _sign_of_life("checking the configuration"):
             from trainer import check

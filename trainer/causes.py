@@ -44,6 +44,11 @@ class Cause:
     headline: str  # which rank, and what with it, in one line
     text: str  # all that there is to say
 
+    @property
+    def comes_again(self) -> bool:
+        """Whether the run would come to the same end if it were started again."""
+        return re.search(r"^(\w+\.)*(NonFiniteError|ExportError): ", self.text, re.MULTILINE) is not None
+
 
 def report_end(status: int, text: str) -> None:
     """Tells the launcher how this rank ended; the first report counts."""

@@ -13,6 +13,11 @@ _MAY_CHANGE = re.compile(
     r"models\.[^.]+\.(plugin(\.|$)|gradient_accumulation_steps$)|"
     r"(models\.[^.]+\.)?data\.(batch_size|num_workers)$"
 )
+# What a plugin says of the arithmetic, and not of where things are held.
+_ARITHMETIC = re.compile(
+    r"models\.[^.]+\.plugin\.(gradient_clipping|optimizer|scheduler|fp16|bf16|torch_autocast|prescale_gradients|"
+    r"gradient_predivide_factor)(\.|$)"
+)
 _OPTIMIZER = re.compile(r"models\.[^.]+\.optimizer")
 # The same algorithm with the same state, on the GPU and offloaded; their constructors' defaults where they differ.
 _ADAMW = {
@@ -51,7 +56,7 @@ def differing_keys(saved: DictConfig, cfg: DictConfig) -> list[str]:
 
 def _changes(saved: DictConfig, cfg: DictConfig) -> Iterator[str]:
     for key, old, new in _differences(saved, cfg):
-        if _MAY_CHANGE.match(key):
+        if _MAY_CHANGE.match(key) and not _ARITHMETIC.match(key):
             continue
         optimizer = key.rpartition(".")[0]
         if key.endswith("._target_") and _OPTIMIZER.fullmatch(optimizer) and old in _ADAMW and new in _ADAMW:

@@ -10,8 +10,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -43,6 +44,7 @@ _SAVE_SECONDS = 300.0  # for an interrupted run to save; a second Ctrl-C ends it
 _TAIL_LINES = 20
 
 _RESUME = re.compile(r"\+{0,2}resume=")
+_RESUMES = re.compile(r"\+{0,2}resume=(?!(null|~|\"\"|''|)$)")  # and names something
 
 # Held back in a rank until `raise_on_signals` has set what they do: by default they would kill it.
 _HELD = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -130,13 +132,22 @@ def start_ranks(
             if attempt and again is not None:
                 command = again()
             cause = _run_once(command, count, folder=folder, asked=asked)
-            if cause is None or cause.status != FAILED or asked.stops or attempt == max_restarts:
+            if cause is None or cause.status != FAILED or asked.stops or attempt == max_restarts or cause.comes_again:
                 break
-            _say(f"{cause.headline}; restart {attempt + 1} of {max_restarts} from the last checkpoint")
+            _tell_restart(f"{cause.headline.rstrip('.')}; restart {attempt + 1} of {max_restarts}", folder)
     if cause is None:
         return 0
     _say(cause.text)
     return cause.status
+
+
+def _tell_restart(text: str, folder: Path) -> None:
+    """Says why the ranks are started again and where they begin, in the run's log as well."""
+    saved = find_all(folder / CHECKPOINTS)
+    text += f" from {saved[0].name}" if saved else " from the beginning"
+    _say(text)
+    with suppress(OSError), (folder / "run.log").open("a", encoding="utf-8") as file:
+        file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} WARNING trainer.launch: {redact(text)}\n")
 
 
 def go_on(argv: Sequence[str], folder: Path) -> list[str]:
@@ -146,7 +157,7 @@ def go_on(argv: Sequence[str], folder: Path) -> list[str]:
     """
     place = re.compile(r"\+{0,2}hydra\.run\.dir=")
     words = [word for word in argv if not place.match(word)]
-    if find_all(folder / CHECKPOINTS) or not any(_RESUME.match(word) for word in words):
+    if find_all(folder / CHECKPOINTS) or not any(_RESUMES.match(word) for word in words):
         words = [*(word for word in words if not _RESUME.match(word)), "resume=auto"]
     quoted = str(folder).replace("\\", "\\\\").replace('"', '\\"')
     return [*words, f'hydra.run.dir="{quoted}"']

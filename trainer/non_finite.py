@@ -116,7 +116,7 @@ class NonFiniteGuard:
         )
         # A loss scale that is too high shows like this, and falls until it fits.
         if self.trainer.non_finite.stops and model.loss_scale() is None:
-            advice = f"To train on: {_advice(model)}, or trainer.non_finite=skip."
+            advice = f"To go on from the last checkpoint: trainer.non_finite=skip. For a new run: {_advice(model)}."
             raise self._end(problem, self.record.gather(), advice=advice)
         self._warn(problem)
         self._check_bound(model, problem)
@@ -128,7 +128,7 @@ class NonFiniteGuard:
                 f"{problem} The last {count} updates of {model.name} were left out like this; trainer.max_skipped is "
                 f"{bound}.",
                 self.record.gather(),
-                advice=f"To train on: {_advice(model)}.",
+                advice=f"For a new run: {_advice(model)}.",
             )
 
     def _warn(self, problem: str) -> None:

@@ -47,6 +47,16 @@ _SHAPES = re.compile(
 )
 
 
+_remembered: set[str] = set()  # what this process was given; the one thing that every text must not show
+
+
+def remember(words: Sequence[str], config: Any = None) -> None:
+    """Takes note of the secrets on a command line and in a configuration, so that no text shows them from here on."""
+    given = {name: value.strip("'\"") for name, _, value in (word.partition("=") for word in words) if value}
+    _remembered.update(secret_values({name.rpartition(".")[2]: value for name, value in given.items()}))
+    _remembered.update(secret_values(config))
+
+
 # Text ----------------------------------------------------------------------------------------------------------------
 
 
@@ -59,7 +69,7 @@ def redact(text: str, *, secrets: Collection[str] = ()) -> str:
     Args:
         secrets: More values to hide.
     """
-    known = {form for value in (*_environment(), *secrets) for form in (value, quote(value, safe=""))}
+    known = {form for value in (*_environment(), *_remembered, *secrets) for form in (value, quote(value, safe=""))}
     for value in sorted(known, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _SHAPES.sub(HIDDEN, text)

@@ -54,6 +54,8 @@ def find(value: str, folder: Path | None) -> Found:
         value: auto, last, best, or a path.
         folder: hydra.run.dir, None where it is not given.
     """
+    if not value.strip():
+        return Found(problems=["resume is empty; give auto, last, best, a run folder or a checkpoint, or leave it out"])
     if value not in (AUTO, LAST, BEST):
         return _find_path(value, folder)
     if folder is None:
@@ -61,7 +63,8 @@ def find(value: str, folder: Path | None) -> Found:
     newest = _steps(folder / FOLDER)
     if value == AUTO and not newest:
         return Found(
-            resumption=Resumption(candidates=[], run_folder=folder, goes_on=True) if is_attempt(folder) else None
+            resumption=Resumption(candidates=[], run_folder=folder, goes_on=True) if is_attempt(folder) else None,
+            warnings=[f"resume=auto: no checkpoint in {show(folder)} yet; starts from the beginning"],
         )
     if not newest:
         return Found(problems=[f"resume={value}: {show(folder)} holds no checkpoint{_content(folder)}"])

@@ -28,7 +28,7 @@ from trainer.redact import redact_command, secret_values
 from trainer.report import closing_rows, closing_table, columns_without, model_card, sample_panel
 from trainer.resume import owns_files
 from trainer.saved import claim_folder, config_text, lock_folder, resolved, save_config, show
-from trainer.saving.checkpoints import CONFIG, Resumption, newer_than, set_aside
+from trainer.saving.checkpoints import CONFIG, Resumption
 from trainer.saving.content import Whole, check_data, choose, positions_of, versions
 from trainer.trainer import MultiModelTrainer
 
@@ -60,9 +60,7 @@ def run(cfg: DictConfig, *, folder: Path, command: str, resumption: Resumption |
     with lock:
         outputs.setup_logging(folder, is_main=distributed.is_main(), secrets=secrets)
         if distributed.is_main():
-            if goes_on and whole is not None:
-                set_aside(newer_than(whole.path), why="superseded")
-            log.info("outputs: %s", save_config(cfg, folder).parent)
+            log.info("outputs: %s", folder if goes_on else save_config(cfg, folder).parent)
             job.trainer.checkpoint_texts = {CONFIG: config_text(_without_end(cfg), place=folder)}
         job.trainer.folder = folder
         positions: Mapping[str, Mapping[str, int]] = {}
@@ -70,7 +68,7 @@ def run(cfg: DictConfig, *, folder: Path, command: str, resumption: Resumption |
             positions = positions_of(whole.path)
         elif is_own:  # what an attempt without an end has logged is taken back
             positions = {name: {} for name in job.trainer.loggers}
-        with _recorded(job.trainer, cfg, folder, positions=positions):
+        with _recorded(job.trainer, cfg, folder, positions=positions, goes_on=goes_on):
             MODES[cfg.mode](job, cfg, whole)
             report(job, cfg, command)
             _check_saved(job.trainer)
@@ -131,7 +129,7 @@ def export(job: Run, cfg: DictConfig) -> None:
     """Writes every trained model to export/<model>/, reloads it, and scores it again."""
     trainer = job.trainer
     assert trainer.folder is not None
-    if not cfg.export.enabled:
+    if not was_exported(cfg):
         return
     for model in trainer.trained:
         folder = trainer.folder / "export" / model.name
@@ -149,6 +147,11 @@ def export(job: Run, cfg: DictConfig) -> None:
             log.info("%s, loaded again, scores as in memory on %d batches", model.name, RESCORED_BATCHES)
 
 
+def was_exported(cfg: DictConfig) -> bool:
+    """Returns whether the run writes its trained models to export/."""
+    return bool(cfg.export.enabled) and cfg.mode != "validate"
+
+
 def report(job: Run, cfg: DictConfig, command: str) -> None:
     """Prints the closing table and the samples, and puts both on the model cards."""
     trainer = job.trainer
@@ -164,7 +167,8 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
     if any(source.startswith("embedded:") for source in _sources(cfg, list(cfg.models))):
         out.print("This is a demonstration on a small embedded text; the documentation says what to expect of it.")
     assert trainer.folder is not None
-    for folder in sorted((trainer.folder / "export").glob("[!.]*")):
+    exported = [trainer.folder / "export" / model.name for model in trainer.trained] if was_exported(cfg) else []
+    for folder in exported:
         build = cfg.models[folder.name].build
         is_adapter = (folder / CONFIG_FILE).exists()
         teacher = cfg.models[job.task.reference].build.get("name") if job.task.reference else None
@@ -235,48 +239,77 @@ def _task_name(cfg: DictConfig) -> str:
 
 @contextmanager
 def _recorded(
-    trainer: MultiModelTrainer, cfg: DictConfig, folder: Path, *, positions: Mapping[str, Mapping[str, int]]
+    trainer: MultiModelTrainer,
+    cfg: DictConfig,
+    folder: Path,
+    *,
+    positions: Mapping[str, Mapping[str, int]],
+    goes_on: bool,
 ) -> Iterator[None]:
     """Opens the loggers for the run; however it ends, writes summary.json and closes them with the same status.
 
     Args:
         positions: By logger, how far its log in this folder still holds; none where it begins.
+        goes_on: Whether the folder is that of a run that ended; it is touched only once the checkpoint is loaded.
     """
-    began, status = time.monotonic(), "failed"
+    began, status, is_open, is_refused = time.monotonic(), "failed", False, False
 
     def close(logger: Logger) -> None:
         logger.close(status=status)
 
+    def start() -> None:
+        nonlocal is_open
+        for name, logger in trainer.loggers.items():
+            logger.start(folder=folder, config=resolved(cfg), name=folder.name, position=positions.get(name))
+            opened.callback(close, logger)
+        if goes_on and distributed.is_main():
+            save_config(cfg, folder)
+        is_open = True
+
     with ExitStack() as opened:
         try:
-            for name, logger in trainer.loggers.items():
-                logger.start(folder=folder, config=resolved(cfg), name=folder.name, position=positions.get(name))
-                opened.callback(close, logger)
+            if goes_on:
+                trainer.on_open = start
+            else:
+                start()
             yield
             status = "completed" if trainer.stop_reason is None else "stopped"
         except KeyboardInterrupt:
             status = "interrupted"
             raise
         except ConfigError:
+            is_refused = True
             raise
         except Exception:
             log.exception("the run failed at step %d", trainer.global_step, extra={"file_only": True})
             raise
         finally:
-            if distributed.is_main():
-                if status in ("interrupted", "failed") and trainer.saver is not None and trainer.saver.last is not None:
-                    log.info(
-                        "saved up to %s; to go on: the same command with hydra.run.dir=%s resume=auto",
-                        trainer.saver.last.name,
-                        show(folder),
+            if distributed.is_main() and is_open:
+                if status in ("interrupted", "failed") and not is_refused:
+                    _tell_how_to_go_on(trainer, folder)
+                with _survived(folder):
+                    outputs.write_summary(
+                        folder,
+                        task=_task_name(cfg),
+                        status=status,
+                        global_step=trainer.global_step,
+                        seconds=time.monotonic() - began,
+                        before=trainer.before,
+                        after=trainer.after,
+                        reference=trainer.reference,
                     )
-                outputs.write_summary(
-                    folder,
-                    task=_task_name(cfg),
-                    status=status,
-                    global_step=trainer.global_step,
-                    seconds=time.monotonic() - began,
-                    before=trainer.before,
-                    after=trainer.after,
-                    reference=trainer.reference,
-                )
+
+
+def _tell_how_to_go_on(trainer: MultiModelTrainer, folder: Path) -> None:
+    if trainer.saver is not None and trainer.saver.last is not None:
+        how = f"the same command with hydra.run.dir={show(folder)} resume=auto"
+        log.info("saved up to %s; to go on: %s", trainer.saver.last.name, how)
+
+
+@contextmanager
+def _survived(folder: Path) -> Iterator[None]:
+    """Lets a full disk at the end of a run not hide how the run ended."""
+    try:
+        yield
+    except OSError as error:
+        log.error("cannot write %s: %s", folder / "summary.json", error)

@@ -27,7 +27,7 @@ from trainer.interruption import heed
 from trainer.loggers.logger import Logger
 from trainer.non_finite import NonFinitePolicy
 from trainer.plan import show_plan
-from trainer.saving.checkpoints import CheckpointPlan
+from trainer.saving.checkpoints import CheckpointPlan, candidates
 from trainer.saving.content import Checkpoint, Whole, choose, give_back, horizon_keys
 from trainer.saving.digests import digest_fixed
 from trainer.saving.saver import Saver
@@ -102,6 +102,7 @@ class MultiModelTrainer:
         self.before: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.reference: dict[str, float] = {}
+        self.on_open: Callable[[], None] | None = None  # called once nothing can be refused any more
         self.fixed_weights: dict[str, str] = {}  # by model: the digest of those that are not trained
         self.data_identity: dict[str, dict[str, Any]] = {}  # by key: what tells a set of examples from another
         self._requests: signals.Requests | None = None  # of the user, by signals, while steps are made
@@ -115,8 +116,8 @@ class MultiModelTrainer:
         """Prepares the models, validates, trains, and validates again.
 
         Args:
-            resume: The checkpoint of a run with the same models, task, data and seed, to go on from as if that run had
-                never ended.
+            resume: A run folder or a checkpoint in it, to go on from as if that run, with the same models, task, data
+                and seed, had never ended.
         """
         _check_task(task, models, stage="fit")
         self.prepare(task, models=models, data=data)
@@ -137,7 +138,7 @@ class MultiModelTrainer:
         _check_task(task, models, stage="validate")
         self.prepare(task, models=models, data=data, trains=False)
         with self._stage("validate"):
-            self._load(resume)
+            self._open(resume)
             self._validated_at = None
             self.after = self._validate()
         return self.after
@@ -148,21 +149,26 @@ class MultiModelTrainer:
             if self.folder is None:
                 raise ConfigError("MultiModelTrainer(checkpoint=...) needs folder=..., where the checkpoints go")
             self.saver = Saver(self.checkpoint, self.folder)
-        digests = {model.name: digest_fixed(model) for model in self.models.values()}
+            if resume is None:
+                self.saver.check_folder()
+        digests = {name: digest_fixed(model) for name, model in self.models.items()}
         self.fixed_weights = {name: digest for name, digest in digests.items() if digest is not None}
         if self.saver is not None or resume is not None:
             self.data_identity = identify_sources(self._sources)
         self._load(resume)
         if self.saver is not None:
             self.saver.check_state(self)
+        if self.on_open is not None:
+            self.on_open()
 
     def _load(self, resume: Checkpoint) -> None:
         if resume is None:
             return
-        whole = resume if isinstance(resume, Whole) else choose([resume])
+        whole = resume if isinstance(resume, Whole) else choose(candidates(resume))
         with sign_of_life(f"loading {whole.path.name}"):
             give_back(self, whole.path)
-        if self.saver is not None and whole.path.parent == self.saver.folder.resolve():
+        if self.saver is not None:
+            self.saver.check_goal(self)
             self.saver.go_on_from(whole.path)
         log.info("resumed at step %d from %s", self.global_step, whole.path)
 
@@ -263,6 +269,8 @@ class MultiModelTrainer:
     ) -> None:
         """Gives every model its engine and the task its models."""
         check_hook_names(type(task), base=TaskModule)
+        if self.folder is not None and self.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
         self.task, self.tokenizer, self.specs = task, data.tokenizer, dict(models)
         self.horizons = {name: horizon_keys(spec.scheduler) for name, spec in models.items()}
         self.tokenizers = {name: (spec.data or data).tokenizer for name, spec in models.items()}

@@ -114,3 +114,18 @@ def test_out_of_memory_is_named(tmp_path: Path, message: str):
 
 def test_success_has_no_cause(tmp_path: Path):
     assert cause_of(tmp_path, {1: 0, 0: 0}, count=2) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        ("trainer.task.NonFiniteError: the loss of first is nan", True),
+        ("trainer.export.ExportError: student scores otherwise", True),
+        ("RuntimeError: a NonFiniteError: of a peer", False),
+        ("OSError: disk full", False),
+    ],
+)
+def test_what_would_end_the_same_way_is_not_started_again(error: str, again: bool):
+    cause = Cause(status=1, headline="", text=f"rank 0 failed:\nTraceback (most recent call last):\n{error}")
+
+    assert cause.comes_again is again

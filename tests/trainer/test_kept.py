@@ -144,3 +144,11 @@ def test_a_run_cannot_end_before_its_checkpoint(run: Path) -> None:
     assert [problem.partition(":")[0] for problem in found] == ["trainer.max_steps=5", "trainer.stop_at_step=3"]
     assert "the checkpoint is of step 6" in found[0]
     assert changes(compose_with("resume=run", "trainer.max_steps=6"), step=6) == []
+
+
+def test_what_a_plugin_says_of_the_arithmetic_stays(run: Path) -> None:
+    clipped = changes(compose_with("resume=run", "models.student.plugin.gradient_clipping=0.1"))
+    moved = changes(compose_with("resume=run", "models.student.plugin.zero_optimization.stage=3"))
+
+    assert len(clipped) == 1 and clipped[0].startswith("models.student.plugin.gradient_clipping=0.1: the run that is")
+    assert moved == []

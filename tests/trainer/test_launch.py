@@ -438,9 +438,9 @@ if attempt == 2:
     assert status == 0, err
     first, second = err.splitlines()
     assert first == (
-        "rank 1 was killed by SIGKILL (out of memory, or killed by hand); restart 1 of 3 from the last checkpoint"
+        "rank 1 was killed by SIGKILL (out of memory, or killed by hand); restart 1 of 3 from the beginning"
     )
-    assert re.fullmatch(r"rank [01] failed: ValueError: bad luck; restart 2 of 3 from the last checkpoint", second)
+    assert re.fullmatch(r"rank [01] failed: ValueError: bad luck; restart 2 of 3 from the beginning", second)
     assert len({(script.parent / f"1.port{attempt}").read_text() for attempt in (1, 2, 3)}) == 3
     assert listening() == before
     assert not any(is_alive(script.parent, rank) for rank in (0, 1))
@@ -452,7 +452,7 @@ def test_the_last_failure_is_explained_and_a_refusal_is_final(script: Path, capf
     refused, _ = start(script, "sys.exit(refuse(['data.train=x: no such file']))", count=1, max_restarts=3)
 
     assert failed == 1
-    assert err.startswith("rank 0 failed: ValueError: bad luck 1; restart 1 of 1 from the last checkpoint\n")
+    assert err.startswith("rank 0 failed: ValueError: bad luck 1; restart 1 of 1 from the beginning\n")
     assert err.count("Traceback") == 1
     assert err.endswith("ValueError: bad luck 1\n")
     assert (refused, capfd.readouterr().err) == (2, "error: data.train=x: no such file\n")
@@ -594,3 +594,8 @@ def test_one_process_is_started_where_there_is_no_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "count_gpus", lambda: 8)
     assert launch.count_processes(None) == 8
     assert launch.count_processes(1) == 1
+
+
+@pytest.mark.parametrize("nothing", ["resume=null", "resume=", "+resume=~"])
+def test_a_restart_of_a_run_that_was_told_to_resume_nothing_goes_on(nothing: str, tmp_path: Path):
+    assert launch.go_on(["task=x", nothing], tmp_path)[:2] == ["task=x", "resume=auto"]

@@ -13,6 +13,7 @@ from trainer.redact import (
     is_secret_name,
     redact,
     redact_command,
+    remember,
     secret_values,
     without_secrets,
 )
@@ -260,3 +261,10 @@ def test_a_repeated_run_asks_for_hidden_values_by_their_keys(
     assert "models.line.build.api_key is missing" in asked.stderr
     assert "models.line.build.mirror is missing" in asked.stderr
     assert "hub_token" not in asked.stderr
+
+
+def test_a_secret_of_the_command_line_is_known_from_there_on():
+    remember(["+task.api_key=hunter2hunter2", "task.lr=0.1"], {"logger": {"mine": {"password": "opensesame99"}}})
+
+    assert redact("no login with hunter2hunter2 and opensesame99") == "no login with *** and ***"
+    assert redact("0.1") == "0.1"

@@ -256,3 +256,8 @@ def test_refusals_of_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shown.returncode == 0, shown.stderr
     assert "max_steps: 9" in shown.stdout and "lines.FitLine" in shown.stdout
     assert sorted(path.name for path in run.rglob("*")) == before, "nothing is made for a run that does not start"
+
+
+@pytest.mark.parametrize("value", ["", " "])
+def test_an_empty_value_is_refused(value: str, run: Path) -> None:
+    assert "resume is empty" in resume.find(value, run).problems[0]

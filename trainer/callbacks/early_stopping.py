@@ -71,7 +71,10 @@ class EarlyStopping(Callback):
         return f"callbacks.early_stopping.monitor={self.monitor} is no metric of the validation; {hint}"
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "num_bad": self.num_bad}
+        return {"best": self.best, "num_bad": self.num_bad, "of": [self.monitor, self.mode]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.num_bad = state["best"], state["num_bad"]
+        if state["of"] == [self.monitor, self.mode]:
+            self.best, self.num_bad = state["best"], state["num_bad"]
+        else:
+            log.warning("callbacks.early_stopping watched %s (%s) before: it begins anew", *state["of"])

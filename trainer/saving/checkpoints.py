@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.config import ConfigError
+
 log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"  # in the folder of a run
@@ -100,6 +102,15 @@ def find_all(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if is_checkpoint(path)), key=step_of, reverse=True)
+
+
+def candidates(path: Path) -> list[Path]:
+    """Returns the checkpoints that a path from a user may mean, the newest first: a run's, or one of them."""
+    real = path.resolve()
+    found = [real] if _NAME.fullmatch(real.name) else find_all(real / FOLDER) or find_all(real)
+    if not found:
+        raise ConfigError(f"resume={path}: holds no checkpoint; give a run folder, or one checkpoint in it")
+    return found
 
 
 def pointed_to(folder: Path, pointer: str) -> Path | None:
@@ -332,4 +343,4 @@ def set_aside(paths: Sequence[Path], *, why: str) -> None:
         names = (path.with_name(f"{path.name}.{why}{number or ''}") for number in itertools.count())
         aside = next(name for name in names if not name.exists())
         path.rename(aside)
-        log.warning("%s is now %s", path, aside.name)
+        log.warning("%s is now %s: the run went on from before it; it is yours to delete", path, aside.name)

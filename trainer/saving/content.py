@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer import distributed
 from trainer.config import ConfigError
 from trainer.plugin_keys import AUTO
-from trainer.saving.checkpoints import CheckpointError, find_damage, read_json, read_manifest, write_text
+from trainer.saving.checkpoints import CheckpointError, find_damage, read_json, read_manifest, step_of, write_text
 from trainer.saving.fragments import (
     SavedCounts,
     base_optimizer,
@@ -98,7 +98,10 @@ def take(trainer: MultiModelTrainer) -> Content:
         if buffers:
             content.tensors[f"models/{model.name}/buffers-{trainer.rank:05d}"] = (buffers, {})
     tensors: dict[str, Tensor] = {}
-    states = {name: callback.state_dict() for name, callback in trainer.callbacks.items()}
+    states = {
+        name: {"class": type(callback).__qualname__, "state": callback.state_dict()}
+        for name, callback in trainer.callbacks.items()
+    }
     own["callbacks"] = pack(states, tensors, name="callbacks")
     own["task"] = pack(trainer.task.state_dict(), tensors, name="task")
     content.texts[f"{rank}.json"] = _dump(own)
@@ -117,6 +120,7 @@ def _shared_state(trainer: MultiModelTrainer) -> dict[str, Any]:
     return {
         "global_step": trainer.global_step,
         "seed": trainer.seed,
+        "max_steps": trainer.max_steps,
         "trainer": pack(trainer.progress(), {}, name="trainer"),
         "models": {model.name: _model_state(model) for model in trainer.trained},
         "fixed_weights": trainer.fixed_weights,
@@ -197,6 +201,8 @@ def give_back(trainer: MultiModelTrainer, path: Path) -> None:
     """Makes a prepared trainer go on from a checkpoint that `choose` has checked; all ranks call it."""
     shared = read_json(path, SHARED)
     with _readable(path):
+        if shared["global_step"] != step_of(path):
+            raise CheckpointError(f"{path}: {SHARED} is of step {shared['global_step']}")
         _check_same(trainer, shared)
         check_data(path, trainer.data_identity)
         manifest = read_manifest(path)
@@ -209,9 +215,14 @@ def give_back(trainer: MultiModelTrainer, path: Path) -> None:
         tensors = _tensors(sorted(path.glob(f"rank-{own:05d}-*.safetensors")))
         callbacks, task = (unpack(by_rank[own][part], tensors) for part in ("callbacks", "task"))
         trainer.go_on(shared["global_step"], unpack(shared["trainer"], {}))
+        _tell_horizon(trainer, shared["max_steps"])
     for name, callback in trainer.callbacks.items():
-        if name in callbacks:  # one that was added has no state
-            callback.load_state_dict(callbacks[name])
+        if name not in callbacks:  # it was added
+            continue
+        if callbacks[name]["class"] == type(callback).__qualname__:
+            callback.load_state_dict(callbacks[name]["state"])
+        elif distributed.is_main():
+            log.warning("callbacks.%s was a %s: it begins anew", name, callbacks[name]["class"])
     trainer.task.load_state_dict(task)
 
 
@@ -231,6 +242,13 @@ def _tell_versions(saved: Mapping[str, str]) -> None:
     ]
     if changed and distributed.is_main():
         log.warning("the checkpoint was saved with %s: numbers may differ in their last bits", ", ".join(changed))
+
+
+def _tell_horizon(trainer: MultiModelTrainer, saved: int) -> None:
+    moved = [name for name, keys in trainer.horizons.items() if keys]
+    if saved != trainer.max_steps and moved and distributed.is_main():
+        names = ", ".join(moved)
+        log.warning("%d steps instead of %d: the schedules of %s are laid out anew", trainer.max_steps, saved, names)
 
 
 def check_data(path: Path, identities: Mapping[str, Any]) -> None:

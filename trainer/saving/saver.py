@@ -85,15 +85,40 @@ class Saver:
         """Whether this rank still writes in the background."""
         return self._writing is not None and self._writing.is_alive()
 
+    def check_goal(self, trainer: MultiModelTrainer) -> None:
+        """Raises ConfigError where the run that goes on would end before it begins, or lacks the monitored metric."""
+        if trainer.global_step > trainer.last_step:
+            raise ConfigError(
+                f"the checkpoint is of step {trainer.global_step}, but the run ends at {trainer.last_step}"
+            )
+        metrics = trainer.metrics_of(trainer.global_step) or trainer.before
+        if metrics:
+            self.check_monitor(metrics)
+
+    def check_folder(self) -> None:
+        """Raises ConfigError where another run has left checkpoints, which would be taken for this one's."""
+        if distributed.from_main(bool(checkpoints.find_all(self.folder))):
+            raise ConfigError(
+                f"{self.folder} holds the checkpoints of an earlier run; give another folder, or go on with that run: "
+                "fit(..., resume=<its folder>)"
+            )
+
     def go_on_from(self, path: Path) -> None:
-        """Takes note of the checkpoint that the run goes on from."""
+        """Takes note of the checkpoint that the run goes on from; those of later steps in its folder are superseded."""
+        if path.parent != self.folder.resolve():
+            return
         self.last, self._step = path, checkpoints.step_of(path)
+        if distributed.is_main():
+            checkpoints.set_aside(checkpoints.newer_than(path), why="superseded")
 
     def check_state(self, trainer: MultiModelTrainer) -> None:
         """Raises TypeError, before the first step, for a callback's or the task's state that cannot be saved."""
-        for name, callback in trainer.callbacks.items():
-            pack(callback.state_dict(), {}, name=f"callbacks.{name}.state_dict()")
-        pack(trainer.task.state_dict(), {}, name="the task's state_dict()")
+        states = {f"callbacks.{name}.state_dict()": callback.state_dict for name, callback in trainer.callbacks.items()}
+        for name, state_dict in {**states, "the task's state_dict()": trainer.task.state_dict}.items():
+            try:
+                pack(state_dict(), {}, name=name)
+            except RecursionError:
+                raise TypeError(f"{name} holds itself, or is too deep for a checkpoint") from None
 
     def save(self, trainer: MultiModelTrainer, *, wait: bool = False) -> None:
         """Saves the trainer as it is, unless its step is saved already.

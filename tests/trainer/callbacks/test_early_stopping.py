@@ -65,3 +65,15 @@ def test_the_count_survives_a_restart() -> None:
     resumed.load_state_dict(first.state_dict())
 
     assert validate(resumed, [3.0])[1] is not None
+
+
+def test_a_state_of_another_metric_is_not_taken_over() -> None:
+    before = EarlyStopping(monitor="val/a")
+    before.best, before.num_bad = 0.1, 2
+
+    same, other = EarlyStopping(monitor="val/a"), EarlyStopping(monitor="val/b")
+    for callback in (same, other):
+        callback.load_state_dict(before.state_dict())
+
+    assert (same.best, same.num_bad) == (0.1, 2)
+    assert (other.best, other.num_bad) == (None, 0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.trainer.several_runs import LOSSES, SEEDS, LossTask, difference, make_data, make_net, spec, weights_of, zero
 from tests.trainer.test_trainer import reset_accelerate
-from trainer import Callback, ModelSpec, MultiModelTrainer, TaskModule, TrainingData, distributed
+from trainer import Callback, ConfigError, ModelSpec, MultiModelTrainer, TaskModule, TrainingData, distributed
 from trainer.saving.checkpoints import FOLDER, CheckpointPlan, find_all
 from trainer.saving.content import take
 from trainer.saving.digests import digest_fixed
@@ -192,7 +192,7 @@ def resume_exactly(case: Case, folder: Path) -> list[str]:
     whole = fit(case, folder / "whole")
     expected, losses = state_of(whole), whole.callbacks["counting"].seen
     fit(case, folder / "cut", stop=CUT)
-    resumed = fit(case, folder / "cut", resume=newest(folder / "cut"))
+    resumed = fit(case, folder / "cut", resume=folder / "cut")
     found = differing(expected, state_of(resumed))
     if resumed.callbacks["counting"].seen != losses:
         found.append("losses")
@@ -222,7 +222,17 @@ def check_longer(folder: Path) -> dict[str, Any]:
     fit(case, folder)
     trainer = fit(case, folder, resume=newest(folder), max_steps=2 * STEPS)
     model = trainer.models["a"]
-    return {"steps": trainer.global_step, "horizon": model.scheduler.total_iters, "updates": model.num_updates}
+    refused = ""
+    try:
+        fit(case, folder)
+    except ConfigError as error:
+        refused = str(error)
+    return {
+        "refused": refused,
+        "steps": trainer.global_step,
+        "horizon": model.scheduler.total_iters,
+        "updates": model.num_updates,
+    }
 
 
 def timeouts() -> set[float]:

@@ -70,7 +70,13 @@ def test_the_digest_of_frozen_weights_is_the_same_sharded_or_not_and_sees_every_
 
 
 def test_a_longer_run_has_a_longer_schedule(found: dict[str, Any]):
-    assert found["1 rank"][0]["longer"] == {"steps": 20, "horizon": 20, "updates": 20}
+    longer = found["1 rank"][0]["longer"]
+    assert {key: longer[key] for key in ("steps", "horizon", "updates")} == {"steps": 20, "horizon": 20, "updates": 20}
+
+
+def test_a_new_run_does_not_begin_among_the_checkpoints_of_another(found: dict[str, Any]):
+    for ranks in ("1 rank", "2 ranks"):
+        assert all("holds the checkpoints of an earlier run" in rank["longer"]["refused"] for rank in found[ranks])
 
 
 def test_every_group_of_ranks_waits_as_long_as_it_was_told(found: dict[str, Any]):
