@@ -13,6 +13,7 @@ import pytest
 
 from tests.trainer.trio_runs import (
     assert_same_run,
+    end_of,
     kill_at_random,
     newest,
     num_lines,
@@ -41,8 +42,8 @@ def soak(folder: Path, *overrides: str, kills: int, longest: float, seed: int) -
     memory, draw = shared_memory(), random.Random(seed)
     process = start(folder, "checkpoint.every=1", f"launch.max_restarts={kills}", *overrides)
     moments = kill_at_random(process, folder, kills=kills, longest=longest, draw=draw)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output[-3000:]
+    status, output = end_of(process, folder, timeout=600)
+    assert status == 0, output[-3000:]
     assert output.count("killed by SIGKILL") == len(moments) == kills, f"{moments}: {output[-3000:]}"
     assert processes_of(folder) == []
     assert shared_memory() <= memory
@@ -68,9 +69,9 @@ def test_an_interrupted_and_then_damaged_run_ends_as_if_nothing_had_been(undistu
     wait_for(lambda: num_lines(folder) > 8)
 
     ranks_of(process)[1].send_signal(signal.SIGTERM)  # one rank alone: all end together
-    output, _ = process.communicate(timeout=60)
+    status, output = end_of(process, folder, timeout=60)
 
-    assert process.returncode == 143, output[-3000:]
+    assert status == 143, output[-3000:]
     assert "resume=auto" in output, "how to go on"
     assert read_summary(folder)["status"] == "interrupted"
     saved = find_all(folder / "checkpoints")
@@ -130,7 +131,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path):
         pytest.skip("only root mounts")
     try:
         subprocess.run(["mount", "-o", "remount,bind,ro", place], check=True)
-        status, output = run(place / "run")
+        status, output = run(tmp_path / "run", f"hydra.run.dir={place}/run")
     finally:
         subprocess.run(["umount", place], check=True)
 

@@ -471,6 +471,9 @@ def test_a_restart_goes_on_in_its_folder(tmp_path: Path):
 
     place = f'hydra.run.dir="{folder}"'
     assert fresh == ["--config-dir", "conf", "task=line", "resume=auto", place]
+    assert [launch.go_on([*argv[:4], f"resume={word}"], tmp_path)[3] for word in ("null", "", "~")] == [
+        "resume=auto"
+    ] * 3
     assert branched == ["--config-dir", "conf", "task=line", "resume=outputs/other", place], "no own one yet"
     assert resumed == fresh
 
@@ -594,8 +597,3 @@ def test_one_process_is_started_where_there_is_no_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch, "count_gpus", lambda: 8)
     assert launch.count_processes(None) == 8
     assert launch.count_processes(1) == 1
-
-
-@pytest.mark.parametrize("nothing", ["resume=null", "resume=", "+resume=~"])
-def test_a_restart_of_a_run_that_was_told_to_resume_nothing_goes_on(nothing: str, tmp_path: Path):
-    assert launch.go_on(["task=x", nothing], tmp_path)[:2] == ["task=x", "resume=auto"]

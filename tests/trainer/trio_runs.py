@@ -37,27 +37,36 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def start(folder: Path, *overrides: str, ranks: int = 2, **options: Any) -> subprocess.Popen[str]:
-    """Starts a run."""
-    return subprocess.Popen(
-        command(folder, *overrides, ranks=ranks),
-        cwd=folder.parent,
-        env=environment(**options),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    """Starts a run, whose output goes to a file: a pipe that nobody reads would fill up and stop it."""
+    with output_file(folder).open("w", encoding="utf-8") as output:
+        return subprocess.Popen(
+            command(folder, *overrides, ranks=ranks),
+            cwd=folder.parent,
+            env=environment(**options),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+def output_file(folder: Path) -> Path:
+    """Returns where what a run prints goes."""
+    return folder.with_name(f"{folder.name}.out")
+
+
+def end_of(process: subprocess.Popen[str], folder: Path, *, timeout: float = 300) -> tuple[int, str]:
+    """Returns the exit status and the output of a run, once it has ended."""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"over {timeout} s: {output_file(folder).read_text()[-3000:]}") from None
+    return process.returncode, output_file(folder).read_text(encoding="utf-8")
 
 
 def run(folder: Path, *overrides: str, ranks: int = 2, timeout: float = 300, **options: Any) -> tuple[int, str]:
     """Returns the exit status and the output of a run."""
-    process = start(folder, *overrides, ranks=ranks, **options)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
-        raise AssertionError(f"the run took over {timeout} s: {output[-3000:]}") from None
-    return process.returncode, output
+    return end_of(start(folder, *overrides, ranks=ranks, **options), folder, timeout=timeout)
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
