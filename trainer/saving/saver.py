@@ -50,40 +50,7 @@ class Saver:
         self._step: int | None = None  # of it, or of the one that the run goes on from
         self._writing: _Writing | None = None
 
-    # When ------------------------------------------------------------------------------------------------------------
-
-    def is_due(self, trainer: MultiModelTrainer) -> bool:
-        """Returns whether the step that just ended, with its validation, asks for a checkpoint."""
-        if self.plan.every is not None and trainer.global_step % self.plan.every == 0:
-            return True
-        metrics = trainer.metrics_of(trainer.global_step)
-        return self.plan.monitor is not None and bool(metrics) and self._is_among_best(metrics[self.plan.monitor])
-
-    def _is_among_best(self, value: float) -> bool:
-        assert self.plan.monitor is not None
-        better = False
-        if distributed.is_main() and math.isfinite(value):
-            scores = checkpoints.scores(self.folder, self.plan.monitor)
-            best = [scores[path] for path in self.plan.ranked(scores)[: self.plan.keep_best]]
-            sign = 1 if self.plan.mode == "min" else -1
-            better = self.plan.keep_best > 0 and (len(best) < self.plan.keep_best or sign * value < sign * best[-1])
-        return bool(distributed.from_main(better))
-
-    def check_monitor(self, metrics: dict[str, float]) -> None:
-        """Raises ConfigError unless the metric that decides which checkpoint is best is one of a validation's."""
-        monitor = self.plan.monitor
-        if monitor is None or monitor in metrics:
-            return
-        near = difflib.get_close_matches(monitor, metrics, 1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(metrics)) or 'none'}"
-        raise ConfigError(f"checkpoint.monitor={monitor} is no metric of the validation; {hint}")
-
-    # What ------------------------------------------------------------------------------------------------------------
-
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank still writes in the background."""
-        return self._writing is not None and self._writing.is_alive()
+    # Before the first step -------------------------------------------------------------------------------------------
 
     def check_goal(self, trainer: MultiModelTrainer) -> None:
         """Raises ConfigError where the run that goes on would end before it begins, or lacks the monitored metric."""
@@ -119,6 +86,41 @@ class Saver:
                 pack(state_dict(), {}, name=name)
             except RecursionError:
                 raise TypeError(f"{name} holds itself, or is too deep for a checkpoint") from None
+
+    def check_monitor(self, metrics: dict[str, float]) -> None:
+        """Raises ConfigError unless the metric that decides which checkpoint is best is one of a validation's."""
+        monitor = self.plan.monitor
+        if monitor is None or monitor in metrics:
+            return
+        near = difflib.get_close_matches(monitor, metrics, 1)
+        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(sorted(metrics)) or 'none'}"
+        raise ConfigError(f"checkpoint.monitor={monitor} is no metric of the validation; {hint}")
+
+    # When ------------------------------------------------------------------------------------------------------------
+
+    def is_due(self, trainer: MultiModelTrainer) -> bool:
+        """Returns whether the step that just ended, with its validation, asks for a checkpoint."""
+        if self.plan.every is not None and trainer.global_step % self.plan.every == 0:
+            return True
+        metrics = trainer.metrics_of(trainer.global_step)
+        return self.plan.monitor is not None and bool(metrics) and self._is_among_best(metrics[self.plan.monitor])
+
+    def _is_among_best(self, value: float) -> bool:
+        assert self.plan.monitor is not None
+        better = False
+        if distributed.is_main() and math.isfinite(value):
+            scores = checkpoints.scores(self.folder, self.plan.monitor)
+            best = [scores[path] for path in self.plan.ranked(scores)[: self.plan.keep_best]]
+            sign = 1 if self.plan.mode == "min" else -1
+            better = self.plan.keep_best > 0 and (len(best) < self.plan.keep_best or sign * value < sign * best[-1])
+        return bool(distributed.from_main(better))
+
+    # What ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank still writes in the background."""
+        return self._writing is not None and self._writing.is_alive()
 
     def save(self, trainer: MultiModelTrainer, *, wait: bool = False) -> None:
         """Saves the trainer as it is, unless its step is saved already.
