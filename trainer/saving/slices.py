@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.saving.checkpoints import CheckpointError
 
-FILE_BYTES = 1 << 30  # of one file: what is copied at a time where the weights are on a GPU
+FILE_BYTES = 1 << 28  # of one file: what is copied at a time where the weights are on a GPU
 _STARTS = "starts"
 
 

@@ -49,7 +49,7 @@ def measure(millions: int, stages: tuple[int, ...], repeats: int, folder: Path) 
     for repeat in range(repeats):
         trainer.global_step += 1
         for is_ours in (bool(repeat % 2), not repeat % 2):
-            distributed.barrier()
+            settle()
             if is_ours:
                 reset_peak()
                 found["save"].append(seconds_of(lambda: trainer.saver.save(trainer)))  # type: ignore[union-attr]
@@ -59,7 +59,7 @@ def measure(millions: int, stages: tuple[int, ...], repeats: int, folder: Path) 
     path = find_all(folder / "run" / "checkpoints")[0]
     for repeat in range(repeats):
         for is_ours in (bool(repeat % 2), not repeat % 2):
-            distributed.barrier()
+            settle()
             if is_ours:
                 found["resume"].append(seconds_of(lambda: give_back(trainer, choose([path]).path)))
             else:
@@ -92,6 +92,12 @@ def load_plainly(trainer: MultiModelTrainer, folder: Path) -> None:
 def digest(file: Path) -> str:
     with file.open("rb", buffering=0) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def settle() -> None:
+    """Waits until the disk has nothing left to write: what one side has written would slow the other down."""
+    os.sync()
+    distributed.barrier()
 
 
 def seconds_of(run: Callable[[], object]) -> float:
