@@ -205,12 +205,12 @@ class ModelHandle:
     @property
     def num_parameters(self) -> int:
         """The number of weights of the whole model, sharded or not."""
-        return sum(_numel(parameter) for parameter in self.module.parameters())
+        return sum(num_elements(parameter) for parameter in self.module.parameters())
 
     @property
     def num_trainable(self) -> int:
         """The number of weights that receive a gradient."""
-        return sum(_numel(parameter) for parameter in self.module.parameters() if parameter.requires_grad)
+        return sum(num_elements(parameter) for parameter in self.module.parameters() if parameter.requires_grad)
 
     def local_bytes(self) -> int:
         """Returns the memory that this rank's part of the weights takes, in bytes."""
@@ -290,8 +290,16 @@ def full_shape(value: Tensor) -> torch.Size:
     return value.ds_shape if sharded else value.shape  # type: ignore[attr-defined]
 
 
-def _numel(parameter: nn.Parameter) -> int:
-    return int(parameter.ds_numel) if is_sharded(parameter) else parameter.numel()  # type: ignore[attr-defined]
+def num_elements(parameter: nn.Parameter) -> int:
+    """Returns the size of the whole parameter; ZeRO-3 keeps it beside an empty tensor."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def own_share(parameter: nn.Parameter) -> tuple[int, Tensor]:
+    """Returns where this rank's part of a sharded weight begins in the flattened weight, and that part unpadded."""
+    share: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+    start = distributed.rank() * share.numel()
+    return start, share.reshape(-1)[: max(0, num_elements(parameter) - start)]
 
 
 def gathered_state_dict(module: nn.Module) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from trainer import distributed
 from trainer.redact import RedactingFormatter, redact
+from trainer.saving.checkpoints import write_text
 
 # Logging -------------------------------------------------------------------------------------------------------------
 
@@ -206,9 +207,7 @@ def write_summary(
         "after": _finite(after),
         "reference": _finite(reference),
     }
-    partial = folder / "summary.json.tmp"
-    partial.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    partial.replace(folder / "summary.json")
+    write_text(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

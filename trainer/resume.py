@@ -15,7 +15,7 @@ from trainer.saving.checkpoints import (
     Resumption,
     find_damage,
     is_checkpoint,
-    name_of,
+    is_name,
     pointed_to,
     step_of,
 )
@@ -130,10 +130,10 @@ def _single(path: Path) -> Path | str | None:
     """Returns the checkpoint that a path stands for, what is wrong with it, or None for a folder of several."""
     if path.is_symlink() and path.name in (LAST, BEST):
         return pointed_to(path.parent, path.name) or f"leads to no checkpoint beside it{_content(path.parent)}"
-    if _is_step(path.name):
+    if is_name(path.name):
         return path
     real = path.resolve()
-    return real if _is_step(real.name) else None
+    return real if is_name(real.name) else None
 
 
 def _is_same(one: Path, other: Path) -> bool:
@@ -147,13 +147,8 @@ def _steps(folder: Path) -> list[Path]:
     """Returns the checkpoints by name, the newest first; unlike `checkpoints.find_all` those without a manifest too."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if _is_step(path.name) and path.is_dir()]
+    found = [path for path in folder.iterdir() if is_name(path.name) and path.is_dir()]
     return sorted(found, key=step_of, reverse=True)
-
-
-def _is_step(name: str) -> bool:
-    number = name.removeprefix("step-")
-    return number.isascii() and number.isdigit() and name == name_of(int(number))
 
 
 def _content(folder: Path) -> str:

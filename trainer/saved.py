@@ -18,6 +18,7 @@ from omegaconf.resolvers import oc
 
 from trainer.config import ConfigError
 from trainer.redact import ask_for_secrets
+from trainer.saving.checkpoints import write_text
 
 SAVED = "config.yaml"
 SUMMARY = "summary.json"
@@ -117,9 +118,8 @@ def save_config(cfg: DictConfig, folder: Path) -> Path:
 
 def write_config(cfg: DictConfig, path: Path) -> Path:
     """Writes the configuration to a file, in one piece."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(config_text(cfg, place=path.parent, file_name=path.stem), encoding="utf-8")
-    return part.replace(path)
+    write_text(path, config_text(cfg, place=path.parent, file_name=path.stem))
+    return path
 
 
 def config_text(cfg: DictConfig, *, place: Path, file_name: str = "config") -> str:

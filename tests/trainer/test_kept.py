@@ -1,9 +1,6 @@
 """What a resumed run must keep: every change of it is refused by key, with what to do."""
 
-import shutil
 from pathlib import Path
-
-import pytest
 
 from tests.trainer.saved_runs import compose_with, make_run
 from trainer import kept
@@ -13,21 +10,6 @@ from trainer.compose import Composition
 def changes(composition: Composition, *, step: int = 4, saved_ranks: int = 1, ranks: int = 1) -> list[str]:
     assert composition.problems == []
     return kept.problems(composition.saved, composition.cfg, step=step, saved_ranks=saved_ranks, ranks=ranks)
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the distillation with checkpoints of steps 2, 4 and 6, the second the best."""
-    folder = tmp_path_factory.mktemp("original") / "run"
-    return make_run(folder, "models.student.optimizer.lr=0.0003", steps=(2, 4, 6), best=4)
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, as `run` in the working folder."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(original, "run", symlinks=True)
-    return Path("run")
 
 
 def test_changed_models_task_data_and_seed_are_refused_by_key_all_at_once(run: Path) -> None:

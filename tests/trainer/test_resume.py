@@ -24,21 +24,6 @@ def steps_of(found: resume.Found) -> list[int]:
     return [int(path.name.removeprefix("step-")) for path in found.resumption.candidates]
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the distillation with checkpoints of steps 2, 4 and 6, the second the best."""
-    folder = tmp_path_factory.mktemp("original") / "run"
-    return make_run(folder, "models.student.optimizer.lr=0.0003", steps=(2, 4, 6), best=4)
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, as `run` in the working folder."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(original, "run", symlinks=True)
-    return Path("run")
-
-
 # Which checkpoint -----------------------------------------------------------------------------------------------------
 
 

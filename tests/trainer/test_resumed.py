@@ -1,6 +1,5 @@
 """The configuration of a resumed run: the checkpoint's own, and over it what the command line says."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,6 @@ from trainer.saving.checkpoints import name_of
 def changes(composition: Composition) -> list[str]:
     assert composition.problems == []
     return kept.problems(composition.saved, composition.cfg, step=4, saved_ranks=1, ranks=1)
-
-
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of the distillation with checkpoints of steps 2, 4 and 6, the second the best."""
-    folder = tmp_path_factory.mktemp("original") / "run"
-    return make_run(folder, "models.student.optimizer.lr=0.0003", steps=(2, 4, 6), best=4)
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of it, as `run` in the working folder."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(original, "run", symlinks=True)
-    return Path("run")
 
 
 def test_the_checkpoints_configuration_is_the_start_and_the_command_line_lies_over_it(run: Path) -> None:

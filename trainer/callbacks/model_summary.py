@@ -11,6 +11,7 @@ from torch import nn
 
 from trainer.adapters import is_adapted
 from trainer.callbacks.callback import Callback
+from trainer.handle import num_elements
 
 if TYPE_CHECKING:
     from trainer.task import TaskModule
@@ -60,8 +61,3 @@ def _numbers(module: nn.Module) -> tuple[str, str, str]:
     dtypes = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
     total, trainable = sum(count for count, _ in counts), sum(count for count, trains in counts if trains)
     return f"{total:,}", f"{trainable:,}", ", ".join(sorted(dtypes))
-
-
-def num_elements(parameter: nn.Parameter) -> int:
-    """Returns the size of the whole parameter; ZeRO-3 keeps it beside an empty tensor."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))

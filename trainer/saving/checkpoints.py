@@ -93,9 +93,14 @@ def step_of(path: Path) -> int:
     return int(match[1])
 
 
+def is_name(name: str) -> bool:
+    """Returns whether a folder of this name is a checkpoint's."""
+    return _NAME.fullmatch(name) is not None
+
+
 def is_checkpoint(path: Path) -> bool:
     """Returns whether a folder is a checkpoint by its name and has a manifest; says nothing about its content."""
-    return _NAME.fullmatch(path.name) is not None and (path / MANIFEST).is_file()
+    return is_name(path.name) and (path / MANIFEST).is_file()
 
 
 def find_all(folder: Path) -> list[Path]:
@@ -108,7 +113,7 @@ def find_all(folder: Path) -> list[Path]:
 def candidates(path: Path) -> list[Path]:
     """Returns the checkpoints that a path from a user may mean, the newest first: a run's, or one of them."""
     real = path.resolve()
-    found = [real] if _NAME.fullmatch(real.name) else find_all(real / FOLDER) or find_all(real)
+    found = [real] if is_name(real.name) else find_all(real / FOLDER) or find_all(real)
     if not found:
         raise ConfigError(f"resume={path}: holds no checkpoint; give a run folder, or one checkpoint in it")
     return found
@@ -124,7 +129,7 @@ def pointed_to(folder: Path, pointer: str) -> Path | None:
     except OSError:
         return None
     path = folder / name
-    return path if _NAME.fullmatch(name) and is_checkpoint(path) else None
+    return path if is_name(name) and is_checkpoint(path) else None
 
 
 # Reading -------------------------------------------------------------------------------------------------------------
@@ -171,7 +176,7 @@ def find_damage(path: Path, *, rank: int = 0, world_size: int = 1, digests: bool
         manifest = read_manifest(path)
     except CheckpointError as error:
         return str(error)
-    if _NAME.fullmatch(path.name) and manifest.get("step") != step_of(path):
+    if is_name(path.name) and manifest.get("step") != step_of(path):
         return f"{path}: {MANIFEST} is that of step {manifest.get('step')}"
     files = manifest["files"]
     for index, (name, facts) in enumerate(sorted(files.items())):

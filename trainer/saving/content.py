@@ -72,9 +72,7 @@ class Content:
             write_text(folder / name, text)
         for prefix, (part, starts) in self.tensors.items():
             (folder / prefix).parent.mkdir(parents=True, exist_ok=True)
-            parent = str(Path(prefix).parent)
-            written = write_slices((folder / prefix).parent, Path(prefix).name, part, starts)
-            names += [name if parent == "." else f"{parent}/{name}" for name in written]
+            names += write_slices(folder, prefix, part, starts)
         return names
 
 

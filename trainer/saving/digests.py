@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import distributed
-from trainer.handle import ModelHandle, is_sharded
+from trainer.handle import ModelHandle, is_sharded, own_share
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _STRETCH = 1 << 22  # elements that are looked at together: what is counted takes eight bytes each
@@ -31,10 +31,8 @@ def digest_fixed(model: ModelHandle) -> str | None:
 def _sums_of(weight: nn.Parameter) -> Tensor:
     """Returns this rank's part of a weight's sums, (2,); of a weight that all ranks hold, rank 0's part is all."""
     if is_sharded(weight):
-        share: Tensor = weight.ds_tensor  # type: ignore[attr-defined]
-        start = distributed.rank() * share.numel()
-        numel = max(0, min(share.numel(), int(weight.ds_numel) - start))  # type: ignore[attr-defined]
-        return _sums(share.reshape(-1)[:numel], start).to(weight.device)
+        start, share = own_share(weight)
+        return _sums(share, start).to(weight.device)
     if distributed.is_main():
         return _sums(weight.data.reshape(-1), 0)
     return torch.zeros(2, dtype=torch.int64, device=weight.device)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer import distributed
-from trainer.handle import ModelHandle
+from trainer.handle import ModelHandle, num_elements, own_share
 from trainer.plugins import Config
 from trainer.saving.checkpoints import CheckpointError
 from trainer.saving.plain_state import pack, unpack
@@ -150,14 +150,12 @@ def _sharded_flat(weights: Iterable[nn.Parameter], flat: Tensor, names: Mapping[
     """ZeRO-3: a share of every weight, the last ranks' padded."""
     pieces, lp, offset = [], {}, 0
     for weight in weights:
-        share: Tensor = weight.ds_tensor  # type: ignore[attr-defined]
-        start = distributed.rank() * share.numel()
-        numel = min(share.numel(), int(weight.ds_numel) - start)  # type: ignore[attr-defined]
-        if numel > 0:
+        start, share = own_share(weight)
+        if share.numel():
             name = names[id(weight)]
-            pieces.append(Piece(name=name, start=start, offset=offset, numel=numel))
-            lp[name] = share.reshape(-1).narrow(0, 0, numel)
-        offset += share.numel()
+            pieces.append(Piece(name=name, start=start, offset=offset, numel=share.numel()))
+            lp[name] = share
+        offset += weight.ds_tensor.numel()  # type: ignore[attr-defined]
     return Flat(tensor=flat, pieces=pieces, lp=lp)
 
 
@@ -207,7 +205,7 @@ class Slices:
 def slices_of(handle: ModelHandle) -> Slices:
     """Returns what this rank saves of a trained model; no rank waits for another."""
     found, state = Slices(), base_optimizer(handle).state
-    numels = {name: numel_of(p) for name, p in handle.module.named_parameters() if p.requires_grad}
+    numels = _numels_of(handle)
     for index, flat in enumerate(flats_of(handle)):
         values = state.get(flat.tensor, {})
         for piece in flat.pieces:
@@ -227,9 +225,9 @@ def slices_of(handle: ModelHandle) -> Slices:
     return found
 
 
-def numel_of(weight: nn.Parameter) -> int:
-    """Returns the number of elements of a whole weight, sharded or not."""
-    return int(getattr(weight, "ds_numel", weight.numel()))
+def _numels_of(handle: ModelHandle) -> dict[str, int]:
+    """Returns the elements of each trained weight, all ranks' together."""
+    return {name: num_elements(p) for name, p in handle.module.named_parameters() if p.requires_grad}
 
 
 def _own_share(piece: Piece) -> Piece:
@@ -310,7 +308,7 @@ def load_slices(handle: ModelHandle, reader: SliceReader, saved: SavedCounts) ->
 
 
 def _check_weights(handle: ModelHandle, numels: Mapping[str, int]) -> None:
-    own = {name: numel_of(p) for name, p in handle.module.named_parameters() if p.requires_grad}
+    own = _numels_of(handle)
     if own == numels:
         return
     differing = next(name for name in [*own, *numels] if own.get(name) != numels.get(name))
