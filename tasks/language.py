@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from tasks.losses import shared_vocabulary
+from tasks.vocabulary import shared_vocabulary
 from trainer import IGNORED, Batch, ModelHandle
 
 if TYPE_CHECKING:

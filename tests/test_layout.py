@@ -102,6 +102,8 @@ TESTED_ELSEWHERE = {
     "trainer/specs.py": "tests/trainer/test_engines.py",
     "trainer/step.py": "tests/trainer/test_routing.py",
     "tasks/language.py": "tests/tasks/test_distill.py",
+    "tasks/losses/__init__.py": "tests/tasks/losses/test_divergences.py",
+    "tasks/losses/top_tokens.py": "tests/tasks/losses/test_divergences.py",
     "trainer/targets.py": "tests/trainer/test_check.py",
     "trainer/trial.py": "tests/trainer/test_check.py",
     "trainer/task.py": "tests/trainer/test_trainer.py",

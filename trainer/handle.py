@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -102,6 +102,13 @@ class ModelHandle:
                 return self.module.generate(synced_gpus=synced, **kwargs)  # type: ignore[operator,no-any-return]
         finally:
             self.set_training(was_training)
+
+    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
+        """Returns a context in which these of its weights are whole, to be read only; every rank must enter it."""
+        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
+
+        context: AbstractContextManager[None] = GatheredParameters([p for p in parameters if is_sharded(p)])
+        return context
 
     def selected(self) -> AbstractContextManager[None]:
         """Returns a context in which this model's plugin is the active one."""

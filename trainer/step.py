@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from torch import Tensor
 from trainer.non_finite import NonFiniteGuard
 from trainer.routing import Backward, receivers
 from trainer.tally import Tally
-from trainer.task import StepOutput
+from trainer.task import JOINT, StepOutput
 from trainer.window import EVERY, Window, check_output, owner
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Step:
             for model in self.updating:
                 model.set_boundary(self.window.ends_update(index, model.accumulation))
             trainer.enter_batch(is_filler=self.window.is_filler[index])
+            trainer.loss_weight = functools.partial(self._weight_of_sum, index)
             with torch.set_grad_enabled(bool(self.updating)):
                 output = trainer.as_output(trainer.task.training_step(batch, index))
             self._backward(index, output)
@@ -73,12 +75,12 @@ class Step:
     def _weighted_losses(self, index: int, output: StepOutput) -> dict[str, tuple[Tensor, list[ModelHandle]]]:
         """Returns one loss per backward, a share of the mean over the global batch, and the models that it trains."""
         check_output(output, [model.name for model in self.trainer.trained])
-        groups = receivers([*output.losses, *output.sums], self.trainer.trained)
+        groups = receivers([*output.losses, *output.sums, *output.shares], self.trainer.trained)
         totals: dict[str, Tensor] = {}
-        for is_sum, losses in ((False, output.losses), (True, output.sums)):
+        for kind, losses in (("mean", output.losses), ("sum", output.sums), ("share", output.shares)):
             for key, loss in losses.items():
                 name = owner(key)
-                share = self._share(index, key, loss, accumulation=self._accumulation(name, groups), is_sum=is_sum)
+                share = self._share(index, key, loss, accumulation=self._accumulation(name, groups), kind=kind)
                 totals[name] = totals.get(name, 0) + share
         for name in groups:
             if not totals[name].requires_grad:
@@ -92,9 +94,21 @@ class Step:
         """
         return groups[name][0].accumulation if name in groups else self.trainer.gradient_accumulation_steps
 
-    def _share(self, index: int, key: str, loss: Tensor, *, accumulation: int, is_sum: bool) -> Tensor:
+    def _weight_of_sum(self, index: int, key: str) -> Tensor:
+        """Returns what a sum over a micro-batch's items is multiplied by, before it is known which losses come."""
+        name, updating = owner(key), self.updating
+        steps = {model.accumulation for model in updating if name in (model.name, JOINT)}
+        if len(steps) > 1:
+            raise ValueError(f"the weight of '{key}': the gradient_accumulation_steps of the models differ, {steps}")
+        accumulation = steps.pop() if steps else self.trainer.gradient_accumulation_steps
+        return self.window.weight(index, key, accumulation=accumulation, is_sum=True)
+
+    def _share(self, index: int, key: str, loss: Tensor, *, accumulation: int, kind: str) -> Tensor:
         """Returns a loss times its weight in the update that it belongs to, and adds it to the tally."""
-        weight = self.window.weight(index, key, accumulation=accumulation, is_sum=is_sum)
+        if kind == "share":
+            weight: Tensor | float = 1.0
+        else:
+            weight = self.window.weight(index, key, accumulation=accumulation, is_sum=kind == "sum")
         # float32 at least: a bfloat16 loss times a weight would round the whole update
         share = loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
         logged = share.detach() / (self.trainer.world_size * self.window.num_updates(accumulation))
@@ -136,3 +150,8 @@ def _check_frozen(frozen: list[ModelHandle]) -> None:
                 f"models.{model.name} is frozen, but a weight of it requires a gradient, which no optimizer would use; "
                 f"leave requires_grad as it is, or set models.{model.name}.trainable=true"
             )
+
+
+def weigh_nothing(key: str) -> Tensor:
+    """Refuses to give a loss's weight outside of a training step, where it has none."""
+    raise ValueError(f"the weight of '{key}' in the global batch is known within training_step only")

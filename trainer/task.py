@@ -31,13 +31,16 @@ class StepOutput:
 
     Args:
         losses: Name of a trained model (or "joint") to its loss, a mean over the micro-batch's items, ().
-        sums: The same where the sum over the items is at hand; a name stands in one of the two.
+        sums: The same where the sum over the items is at hand; a name stands in one of the three.
+        shares: The same where it carries its weight in the global batch already, by `trainer.loss_weight`: for terms of
+            several counts whose gradient is computed together.
         metrics: Name to a mean over the items, () , or to (sum, count). "student/forward_kl" is logged as
             train/student/forward_kl.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
     sums: dict[str, Tensor] = field(default_factory=dict)
+    shares: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Metric] = field(default_factory=dict)
 
 

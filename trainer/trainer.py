@@ -34,7 +34,7 @@ from trainer.saving.saver import Saver
 from trainer.seeds import seed_everything
 from trainer.specs import ModelSpec, RunFacts
 from trainer.start_weights import build_order
-from trainer.step import Step
+from trainer.step import Step, weigh_nothing
 from trainer.task import StepOutput, TaskModule, find_role_problems
 from trainer.window import Window
 
@@ -95,6 +95,7 @@ class MultiModelTrainer:
         self.global_step = 0
         self.is_filler = False  # whether the current micro-batch only keeps this rank in step and counts for nothing
         self.logged: dict[str, Tensor] = {}  # by the task, of the current micro-batch
+        self.loss_weight: Callable[[str], Tensor] = weigh_nothing  # within a training step: what a sum is multiplied by
         self.last_losses: dict[str, float] = {}  # "<model>/loss" of the last step that had one
         self._metrics: dict[str, float] = {}  # of the last validation
         self._validated_at: int | None = None
@@ -116,8 +117,7 @@ class MultiModelTrainer:
         """Prepares the models, validates, trains, and validates again.
 
         Args:
-            resume: A run folder or a checkpoint in it, to go on from as if that run, with the same models, task, data
-                and seed, had never ended.
+            resume: A run folder or a checkpoint in it, of the same models, task, data and seed, to go on from.
         """
         _check_task(task, models, stage="fit")
         self.prepare(task, models=models, data=data)

@@ -138,10 +138,12 @@ def _is_count(value: Any) -> bool:
 
 def check_output(output: StepOutput, trained: Sequence[str]) -> None:
     """Raises ValueError for what is no loss of a trained model, each by its name."""
-    check_keys([*output.losses, *output.sums], trained)
-    for key in output.losses.keys() & output.sums.keys():
-        raise ValueError(f"training_step returned '{key}' in losses and in sums; give it in one of them")
-    for key, loss in {**output.losses, **output.sums}.items():
+    keys = [*output.losses, *output.sums, *output.shares]
+    check_keys(keys, trained)
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f"training_step returned '{key}' twice, of losses, sums and shares; give one of them")
+    for key, loss in {**output.losses, **output.sums, **output.shares}.items():
         if not isinstance(loss, Tensor):
             raise ValueError(f"the loss '{key}' is of type {type(loss).__name__}; it must be a tensor of one number")
         if loss.numel() != 1:

@@ -234,7 +234,7 @@ def test_what_is_no_count_of_items_is_refused(count: Any, rule: str) -> None:
                 losses={"student": torch.ones((), requires_grad=True)},
                 sums={"student": torch.ones((), requires_grad=True)},
             ),
-            "'student' in losses and in sums",
+            "'student' twice, of losses, sums and shares",
         ),
     ],
 )

@@ -6,18 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import LlamaConfig
 
 from tasks.losses import (
     FUNCTIONS,
     cross_entropy,
-    find_function,
     forward_kl,
     reverse_kl,
-    shared_vocabulary,
     top1_agreement,
 )
-from trainer.config import ConfigError
 
 DIVERGENCES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl}
 
@@ -218,44 +214,6 @@ def test_different_vocabularies_are_refused_with_the_numbers():
         forward_kl(torch.zeros(4, 50), torch.zeros(4, 60))
 
 
-class Tokenizer:
-    def __init__(self, *, last_id: int) -> None:
-        self.last_id = last_id
-
-    def get_vocab(self) -> dict[str, int]:
-        return {"first": 0, "last": self.last_id}  # ids may have gaps: the number of tokens is not the size
-
-
-def configs(student: int, teacher: int) -> dict[str, LlamaConfig]:
-    return {"student": LlamaConfig(vocab_size=student), "teacher": LlamaConfig(vocab_size=teacher)}
-
-
-@pytest.mark.parametrize(
-    ("student", "teacher", "tokenizer", "size"),
-    [
-        (151936, 152064, Tokenizer(last_id=151664), 151665),
-        (152064, 151936, Tokenizer(last_id=151664), 151665),
-        (500, 500, Tokenizer(last_id=300), 500),  # one head size: nothing to cut, as each model is trained
-        (500, 500, None, 500),
-    ],
-)
-def test_heads_of_different_sizes_share_the_tokenizers_tokens(student, teacher, tokenizer, size):
-    assert shared_vocabulary(configs(student, teacher), tokenizer=tokenizer) == size
-
-
-@pytest.mark.parametrize(
-    ("student", "teacher", "tokenizer", "message"),
-    [
-        (500, 600, None, r"models\.student has 500 logits, models\.teacher has 600 logits, and no tokenizer"),
-        (500, 600, Tokenizer(last_id=550), r"500.*600.*551 tokens"),
-        (500, 500, Tokenizer(last_id=500), r"500.*500.*501 tokens"),
-    ],
-)
-def test_vocabularies_that_do_not_fit_are_refused_with_the_numbers(student, teacher, tokenizer, message):
-    with pytest.raises(ConfigError, match=message):
-        shared_vocabulary(configs(student, teacher), tokenizer=tokenizer)
-
-
 def test_padding_a_vocabulary_with_zeros_would_change_the_divergence():
     teacher = random_logits(32, 1000, seed=0, scale=1.0) - 8.0
     student = teacher[:, :990] + random_logits(32, 990, seed=1, scale=0.3)
@@ -264,27 +222,3 @@ def test_padding_a_vocabulary_with_zeros_would_change_the_divergence():
     padded = forward_kl(F.pad(student, (0, 10)), teacher).mean()
 
     assert padded > 10 * cut
-
-
-def test_a_function_is_found_by_name_or_dotted_path():
-    assert find_function("forward_kl") is FUNCTIONS["forward_kl"]
-    assert find_function("torch.nn.functional.kl_div") is F.kl_div
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("foward_kl", "did you mean forward_kl"),
-        ("xyz", "use forward_kl, reverse_kl, cross_entropy, or the dotted path"),
-        ("", "is no loss function"),
-        (".kl", "is no loss function"),
-        (None, "is no loss function"),
-        (["forward_kl"], "is no loss function"),
-        ("no_such_package.loss", "cannot be imported: No module named 'no_such_package'"),
-        ("torch.nn.functional.kl_dev", "torch.nn.functional has no callable kl_dev"),
-        ("math.pi", "math has no callable pi"),
-    ],
-)
-def test_an_unknown_function_is_refused(name, message):
-    with pytest.raises(ConfigError, match=message):
-        find_function(name)

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from trainer import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-
-class TokenLoss(Protocol):
-    """The signature of a term's function; a user's own is named by its dotted path."""
-
-    def __call__(self, student: Tensor, teacher: Tensor, labels: Tensor, *, temperature: float) -> Tensor:
-        """Returns one loss per token, (N,), from logits (N, V) in float32 and the right next tokens, (N,)."""
 
 
 def forward_kl(student: Tensor, teacher: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -67,59 +52,6 @@ def top1_agreement(student: Tensor, teacher: Tensor) -> Tensor:
     """Returns 1.0 where both have the same most likely token, else 0.0, (...)."""
     _check_shapes(student, teacher)
     return (student.argmax(-1) == teacher.argmax(-1)).float()
-
-
-FUNCTIONS: dict[str, TokenLoss] = {
-    "forward_kl": lambda student, teacher, labels, *, temperature: forward_kl(
-        student, teacher, temperature=temperature
-    ),
-    "reverse_kl": lambda student, teacher, labels, *, temperature: reverse_kl(
-        student, teacher, temperature=temperature
-    ),
-    "cross_entropy": lambda student, teacher, labels, *, temperature: cross_entropy(student, labels),
-}
-
-
-def find_function(name: Any) -> TokenLoss:
-    """Returns the loss of that name, or the user's callable at that dotted path."""
-    if isinstance(name, str) and name in FUNCTIONS:
-        return FUNCTIONS[name]
-    if not isinstance(name, str) or "." not in name or "" in name.split("."):
-        near = difflib.get_close_matches(str(name), FUNCTIONS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(
-            f"{name!r} is no loss function; {hint}use {', '.join(FUNCTIONS)}, or the dotted path of your own"
-        )
-    module_name, _, attribute = name.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{name!r} cannot be imported: {error}") from error
-    function: Any = getattr(module, attribute, None)
-    if not callable(function):
-        raise ConfigError(f"{name!r} is no function: {module_name} has no callable {attribute}")
-    return function  # type: ignore[no-any-return]
-
-
-def shared_vocabulary(configs: Mapping[str, PreTrainedConfig], *, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Returns how many of the first logits all models share.
-
-    Heads of one family are padded to different sizes (Qwen2.5: 151936 and 152064 rows for 151665 tokens): all are cut
-    to the tokenizer's real size. Padding the smaller one instead would give the made-up rows part of the mass.
-
-    Args:
-        configs: Name of a model to its configuration.
-    """
-    sizes: dict[str, int] = {name: config.get_text_config().vocab_size for name, config in configs.items()}
-    num_tokens: int | None = None if tokenizer is None else max(tokenizer.get_vocab().values()) + 1
-    numbers = ", ".join(f"models.{name} has {size} logits" for name, size in sizes.items())
-    if num_tokens is not None and num_tokens > min(sizes.values()):
-        raise ConfigError(f"{numbers}, but the tokenizer has {num_tokens} tokens; every model must know all of them")
-    if len(set(sizes.values())) == 1:
-        return min(sizes.values())
-    if num_tokens is None:
-        raise ConfigError(f"{numbers}, and no tokenizer says how many of them are tokens; give data.tokenizer")
-    return num_tokens
 
 
 def _log_probabilities(logits: Tensor, temperature: float) -> Tensor:
