@@ -12,8 +12,8 @@ from torch import Tensor
 class TopTokens:
     """The teacher's K most likely tokens after each of N positions.
 
-    At temperature T the probability of token k is exp(log_probs_k / T - log_normalisers[T]); the mass of all other tokens
-    together is the tail.
+    At temperature T the probability of token k is exp(log_probs_k / T - log_normalisers[T]); the mass of all other
+    tokens together is the tail.
 
     Args:
         ids: (N, K) int64, no id twice in a row.
