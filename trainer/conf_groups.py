@@ -52,7 +52,10 @@ def without_callbacks(chosen: list[Override], base: DictConfig) -> Iterator[str]
 
 def all_groups() -> list[str]:
     """Returns the names of the groups that a user may choose from."""
-    return [group for group in loader().list_groups("") if group not in ("hydra", "local")]
+    groups = [group for group in loader().list_groups("") if group not in ("hydra", "local")]
+    return [
+        name for group in groups for name in (group, *(f"{group}/{inner}" for inner in loader().list_groups(group)))
+    ]
 
 
 def compose_groups(request: Request, chosen: list[str]) -> tuple[list[str], DictConfig | None, list[str], bool]:
@@ -102,6 +105,8 @@ def _group_problem(line: str, *, choices: list[str]) -> tuple[str | None, str | 
         guess = line.replace(group, near, 1) if near else None
         return f"there is no group {group}{f'; did you mean {near}?' if near else listed(all_groups())}", guess
     known = [choice for choice in choices if choice.partition("@")[0] == group]
+    if not known and "/" in group and not line.startswith("+"):
+        return f"the task that is chosen has nothing of group {group}; drop it", None
     if known and key not in known and not line.startswith("+"):
         near = nearest(key, known)
         text = f"nothing is chosen by {key}; did you mean {' or '.join([near] if near and package else known)}?"

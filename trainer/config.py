@@ -39,6 +39,7 @@ class DataConfig:
     train: Any = MISSING  # file, hub name, embedded:<asset>, or a node with _target_
     validation: Any = None  # the same; absent: a seeded split of train
     validation_fraction: float = 0.1
+    split_seed: int = 0  # of that split; runs of other seeds are scored on the same rows
     tokenizer: str | None = None  # folder or hub name; absent: that of the first model that has one
     collate: Any = None  # a node with _target_; absent: padding for text, else torch's
     batch_size: int = 8  # micro-batch per rank
@@ -128,7 +129,7 @@ class RunConfig:
     logger: dict[str, Any] = field(default_factory=dict)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     export: ExportConfig = field(default_factory=ExportConfig)
-    mode: str = "fit"  # fit | validate | export
+    mode: str = "fit"  # fit | validate | export | cache_teacher
     resume: str | None = None  # auto | last | best | a run folder or a checkpoint in it
     seed: int = 0
 

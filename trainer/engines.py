@@ -38,8 +38,19 @@ from trainer.plugins import (
     stage_of,
     uses_engine,
 )
+from trainer.quantization import find_origin_problem
 from trainer.seeds import seed_everything
-from trainer.specs import ModelSpec, RunFacts, check_spec, check_window, facts_of, keywords_of, name_of, tell_idle
+from trainer.specs import (
+    ModelSpec,
+    RunFacts,
+    check_spec,
+    check_window,
+    facts_of,
+    keywords_of,
+    name_of,
+    quantization_of,
+    tell_idle,
+)
 from trainer.start_weights import copy_start_weights, find_origin_problems
 from trainer.updates import UpdatePlan
 
@@ -89,8 +100,10 @@ class Engines:
         problems += find_name_problems(models) + find_origin_problems(
             {name: spec.init_from for name, spec in models.items()}
         )
+        kinds = {name: quantization_of(spec) for name, spec in models.items()}
         for name in (name for name in models if name not in unpaired):
             problems += self._check_model(name, models[name], run)
+            problems += find_origin_problem(name, models[name].init_from, kinds)
         if not problems and run.trains:
             tell_idle(models, run)
         return problems

@@ -25,6 +25,8 @@ def evaluate(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the metrics of the trained models, and those of the task's reference model, by "val/<name>".
 
+    Only `derive_metrics` sees those whose last part begins with "_". One without an item on any rank is left out.
+
     Args:
         on_batch: Hears of each micro-batch.
     """
@@ -44,7 +46,7 @@ def evaluate(
             tally.add_metric(name, value, count, weight=0.0 if micro.is_filler_for(owner(name)) else 1.0)
         if on_batch is not None:
             on_batch(batch=batch, batch_idx=index)
-    reduced = tally.reduce()
+    reduced = tally.reduce_counted()
     reference = {name.removeprefix(REFERENCE): reduced[name] for name in reduced if name.startswith(REFERENCE)}
     own = {name: value for name, value in reduced.items() if not name.startswith(REFERENCE)}
     return _complete(trainer, own), _complete(trainer, reference)
@@ -52,4 +54,8 @@ def evaluate(
 
 def _complete(trainer: MultiModelTrainer, metrics: dict[str, float]) -> dict[str, float]:
     derived = trainer.task.derive_metrics(dict(metrics)) if metrics else {}
-    return {f"val/{name}": value for name, value in {**metrics, **derived}.items()}
+    return {f"val/{name}": value for name, value in {**metrics, **derived}.items() if not _is_internal(name)}
+
+
+def _is_internal(name: str) -> bool:
+    return name.rpartition("/")[2].startswith("_")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +109,20 @@ class ModelHandle:
 
         context: AbstractContextManager[None] = GatheredParameters([p for p in parameters if is_sharded(p)])
         return context
+
+    @contextmanager
+    def resident(self, device: torch.device) -> Iterator[None]:
+        """Has the weights of a replicated frozen model on a device, and in host memory before and after it."""
+        assert self.stage is None, f"{self.name} is no replica"
+        values = [*self.module.parameters(), *self.module.buffers()]
+        waiting = [value.data.cpu() for value in values]  # as they are, from the second time on
+        for value, here in zip(values, waiting, strict=True):
+            value.data = here.to(device)
+        try:
+            yield
+        finally:
+            for value, here in zip(values, waiting, strict=True):
+                value.data = here
 
     def selected(self) -> AbstractContextManager[None]:
         """Returns a context in which this model's plugin is the active one."""
@@ -298,8 +312,9 @@ def full_shape(value: Tensor) -> torch.Size:
 
 
 def num_elements(parameter: nn.Parameter) -> int:
-    """Returns the size of the whole parameter; ZeRO-3 keeps it beside an empty tensor."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    """Returns the size of the whole parameter; ZeRO-3 keeps it beside an empty tensor, 4-bit weights two to a byte."""
+    packed = getattr(parameter, "quant_state", None)
+    return int(getattr(parameter, "ds_numel", parameter.numel())) if packed is None else packed.shape.numel()
 
 
 def own_share(parameter: nn.Parameter) -> tuple[int, Tensor]:

@@ -66,8 +66,12 @@ def _tasks(folders: list[Path]) -> str:
 
 
 def _groups(folders: list[Path]) -> str:
-    names = {path.name for folder in folders if folder.is_dir() for path in folder.iterdir() if path.is_dir()}
-    shown = sorted(name for name in names - {"task", "local"} if not name.startswith(("_", ".")))
+    places = {path.relative_to(folder) for folder in folders for path in folder.rglob("*") if path.is_dir()}
+    shown = sorted(
+        str(place)
+        for place in places
+        if str(place) not in ("task", "local") and not any(part.startswith(("_", ".")) for part in place.parts)
+    )
     width = max(len(name) for name in shown)
     lines = [
         textwrap.fill(

@@ -25,6 +25,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from trainer import assets
 from trainer.config import ConfigError
 from trainer.heartbeat import sign_of_life
+from trainer.quantization import quantization_config
 
 log = logging.getLogger("trainer.models")
 
@@ -48,11 +49,13 @@ def causal_lm(
     attn_implementation: str = "sdpa",
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Returns a pretrained language model.
 
     Args:
         name: A hub name, a folder, a .gguf file, or `embedded:<asset>`.
+        quantization: "int8" or "nf4" for a frozen model whose linear layers shall take 8 or 4 bits a weight.
     """
     return load_pretrained(
         AutoModelForCausalLM,
@@ -61,6 +64,7 @@ def causal_lm(
         attn_implementation=attn_implementation,
         gradient_checkpointing=gradient_checkpointing,
         trust_remote_code=trust_remote_code,
+        quantization=quantization,
     )
 
 
@@ -93,9 +97,11 @@ def load_pretrained(
     attn_implementation: str,
     gradient_checkpointing: bool,
     trust_remote_code: bool,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Returns the model of a name that one of transformers' Auto classes makes, from disk where it is there."""
     source = _local_source(name)
+    options = {"quantization_config": quantization_config(quantization, dtype)} if quantization is not None else {}
 
     def load(local_files_only: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
         loaded: Any = kind.from_pretrained(
@@ -105,6 +111,7 @@ def load_pretrained(
             trust_remote_code=trust_remote_code,
             local_files_only=local_files_only,
             output_loading_info=True,
+            **options,
         )
         return cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
 

@@ -193,6 +193,7 @@ def write_summary(
     before: Mapping[str, float],
     after: Mapping[str, float],
     reference: Mapping[str, float],
+    gap_closed: Mapping[str, float],
 ) -> None:
     """Writes summary.json in one piece; status is completed, stopped, interrupted or failed.
 
@@ -206,6 +207,7 @@ def write_summary(
         "before": _finite(before),
         "after": _finite(after),
         "reference": _finite(reference),
+        "gap_closed": _finite(gap_closed),
     }
     write_text(folder / "summary.json", json.dumps(summary, indent=2, allow_nan=False) + "\n")
 

@@ -16,6 +16,52 @@ from trainer.redact import redact
 
 Rows = list[list[str]]
 
+GAP_CLOSED = "gap closed"  # the title of its column
+
+# Numbers -------------------------------------------------------------------------------------------------------------
+
+
+def is_of_group(metric: str) -> bool:
+    """Returns whether a metric is of a part of the held-out examples, such as val/by_length/1-16/forward_kl.
+
+    There may be many of them: they go to the loggers and to summary.json, not into tables and lines that are read.
+    """
+    return any(part.startswith("by_") for part in metric.split("/")[:-1])
+
+
+def share_of_gap_closed(
+    before: Mapping[str, float],
+    after: Mapping[str, float],
+    reference: Mapping[str, float],
+    *,
+    directions: Mapping[str, str],
+) -> dict[str, float]:
+    """Returns (before - after) / (before - reference) of the metrics that all three have.
+
+    1 is as good as the reference; below 0 is worse than before. Where the reference was not better than the model
+    before training, there was no gap.
+
+    Args:
+        directions: Last part of a metric's name to "min" or "max", which way it is better; others are left out.
+    """
+    shares = {}
+    for name in [name for name in before if name in after and name in reference]:
+        sign = {"min": 1.0, "max": -1.0}.get(directions.get(name.rpartition("/")[2], ""), 0.0)
+        gap = sign * (before[name] - reference[name])
+        if gap > 0 and math.isfinite(gap) and math.isfinite(after[name]):
+            shares[name] = sign * (before[name] - after[name]) / gap
+    return shares
+
+
+def format_number(value: float | None) -> str:
+    """Returns a metric as tables show it; nothing for what was not measured."""
+    if value is None:
+        return ""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"
+
+
 # Closing table -------------------------------------------------------------------------------------------------------
 
 
@@ -26,6 +72,7 @@ def closing_rows(
     after: Mapping[str, float],
     reference_name: str | None = None,
     reference: Mapping[str, float] | None = None,
+    gap_closed: Mapping[str, float] | None = None,
     labels: Mapping[str, str] | None = None,
     num_parameters: Mapping[str, int] | None = None,
     step_time: float | None = None,
@@ -36,7 +83,8 @@ def closing_rows(
 
     Args:
         trained: The trained models; of several, metrics "val/<model>/..." stand in that model's own columns.
-        before: Metrics before the training ("val/..." to value); `after` likewise.
+        before: Metrics before the training ("val/..." to value); `after` likewise. Those of groups are left out.
+        gap_closed: From `share_of_gap_closed`; a column of it stands at the end if it holds anything.
         labels: Metric without "val/" to how it is written, such as "cross_entropy": "cross-entropy (nats)"; others
             get spaces for underscores.
         num_parameters: Model to its number of parameters.
@@ -46,16 +94,23 @@ def closing_rows(
     columns = _trained_columns(trained, before, after)
     if reference_name is not None:
         columns.append((reference_name, [reference_name], reference or {}))
-    names = list(dict.fromkeys(name for *_, metrics in columns for name in metrics))
-    rows = [[_label(name, labels or {}), *(_number(metrics.get(name)) for *_, metrics in columns)] for name in names]
+    names = [name for name in dict.fromkeys(n for *_, metrics in columns for n in metrics) if not is_of_group(name)]
+    rows = [
+        [label_of(name, labels or {}), *(format_number(metrics.get(name)) for *_, metrics in columns)] for name in names
+    ]
+    shares = gap_closed or {}
+    has_shares = any(name in shares for name in names)
+    if has_shares:
+        rows = [[*row, _share(shares.get(name))] for name, row in zip(names, rows, strict=True)]
     sizes = num_parameters or {}
     if any(model in sizes for _, models, _ in columns for model in models):
-        rows.append(["parameters", *(_size([sizes.get(model, 0) for model in models]) for _, models, _ in columns)])
+        totals = [_size([sizes.get(model, 0) for model in models]) for _, models, _ in columns]
+        rows.append(["parameters", *totals, *[""] * has_shares])
     speed = {name.replace("_per_s", "/s"): rate for name, rate in (rates or {}).items()}
     costs = {"step time (s)": step_time, **speed, "peak memory (GB)": memory_gb}
-    blank = [""] * (len(columns) - 2)
+    blank = [""] * (len(columns) - 2 + has_shares)
     rows += [[label, "", f"{value:.4g}", *blank] for label, value in costs.items() if value is not None]
-    return ["", *(title for title, *_ in columns)], rows
+    return ["", *(title for title, *_ in columns), *[GAP_CLOSED] * has_shares], rows
 
 
 def _trained_columns(
@@ -92,17 +147,14 @@ def columns_without(others: Sequence[str], columns: Sequence[str], rows: Rows) -
     return [columns[index] for index in kept], [row for row in cut if any(row[1:])]
 
 
-def _label(name: str, labels: Mapping[str, str]) -> str:
+def label_of(name: str, labels: Mapping[str, str]) -> str:
+    """Returns how a metric is written."""
     short = name.removeprefix("val/")
     return labels.get(short, short.replace("_", " "))
 
 
-def _number(value: float | None) -> str:
-    if value is None:
-        return ""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value + 0.0:.1f} %".replace("-0.0 %", "0.0 %")
 
 
 def _size(counts: Sequence[int]) -> str:
@@ -117,7 +169,7 @@ def closing_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, titl
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     table.add_column(title, no_wrap=True)
     for column in columns[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
+        table.add_column(column, justify="right", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table

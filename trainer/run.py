@@ -24,8 +24,16 @@ from trainer.data.sources import name_sources
 from trainer.export import RESCORED_BATCHES, export_model, rescore
 from trainer.heartbeat import sign_of_life
 from trainer.loggers.logger import Logger
+from trainer.recording import cache_teacher
 from trainer.redact import redact_command, secret_values
-from trainer.report import closing_rows, closing_table, columns_without, model_card, sample_panel
+from trainer.report import (
+    closing_rows,
+    closing_table,
+    columns_without,
+    model_card,
+    sample_panel,
+    share_of_gap_closed,
+)
 from trainer.resume import owns_files
 from trainer.saved import claim_folder, config_text, lock_folder, resolved, save_config, show
 from trainer.saving.checkpoints import CONFIG, Resumption
@@ -61,14 +69,15 @@ def run(cfg: DictConfig, *, folder: Path, command: str, resumption: Resumption |
         outputs.setup_logging(folder, is_main=distributed.is_main(), secrets=secrets)
         if distributed.is_main():
             log.info("outputs: %s", folder if goes_on else save_config(cfg, folder).parent)
-            job.trainer.checkpoint_texts = {CONFIG: config_text(_without_end(cfg), place=folder)}
+        # On every rank: written by one, compared by all.
+        job.trainer.checkpoint_texts = {CONFIG: config_text(_without_end(cfg), place=folder)}
         job.trainer.folder = folder
         positions: Mapping[str, Mapping[str, int]] = {}
         if goes_on and whole is not None:
             positions = positions_of(whole.path)
         elif is_own:  # what an attempt without an end has logged is taken back
             positions = {name: {} for name in job.trainer.loggers}
-        with _recorded(job.trainer, cfg, folder, positions=positions, goes_on=goes_on):
+        with _recorded(job, cfg, folder, positions=positions, goes_on=goes_on):
             MODES[cfg.mode](job, cfg, whole)
             report(job, cfg, command)
             _check_saved(job.trainer)
@@ -122,7 +131,12 @@ def export_only(job: Run, cfg: DictConfig, whole: Whole | None) -> None:
     export(job, cfg)
 
 
-MODES = {"fit": fit, "validate": validate, "export": export_only}
+def record(job: Run, cfg: DictConfig, whole: Whole | None) -> None:
+    """Has the task store what its teacher says of all examples."""
+    cache_teacher(job.trainer, job.task, models=job.models, data=job.data)
+
+
+MODES = {"fit": fit, "validate": validate, "export": export_only, "cache_teacher": record}
 
 
 def export(job: Run, cfg: DictConfig) -> None:
@@ -149,15 +163,15 @@ def export(job: Run, cfg: DictConfig) -> None:
 
 def was_exported(cfg: DictConfig) -> bool:
     """Returns whether the run writes its trained models to export/."""
-    return bool(cfg.export.enabled) and cfg.mode != "validate"
+    return bool(cfg.export.enabled) and cfg.mode in ("fit", "export")
 
 
 def report(job: Run, cfg: DictConfig, command: str) -> None:
     """Prints the closing table and the samples, and puts both on the model cards."""
     trainer = job.trainer
-    if not distributed.is_main():
+    if not distributed.is_main() or cfg.mode == "cache_teacher":  # what that writes has no metrics
         return
-    columns, rows = _closing_rows(trainer, job.task.reference, job.task.metric_labels)
+    columns, rows = _closing_rows(job)
     samples = next((c for c in trainer.callbacks.values() if isinstance(c, SampleTable)), None)
     out = Console()  # stdout: the result, where stderr holds the log
     out.print()
@@ -171,7 +185,7 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
     for folder in exported:
         build = cfg.models[folder.name].build
         is_adapter = (folder / CONFIG_FILE).exists()
-        teacher = cfg.models[job.task.reference].build.get("name") if job.task.reference else None
+        teacher = _teacher_name(cfg, job)
         others = [model.name for model in trainer.trained if model.name != folder.name]
         own_columns, own_rows = columns_without(others, columns, rows)
         card = model_card(
@@ -194,6 +208,14 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
         out.print(f"exported: {folder}", highlight=False)
 
 
+def _teacher_name(cfg: DictConfig, job: Run) -> str | None:
+    reference = job.task.reference
+    if reference is not None and reference in cfg.models:
+        name = cfg.models[reference].build.get("name")
+        return None if name is None else str(name)
+    return job.task.reference_name
+
+
 def _sources(cfg: DictConfig, models: list[str]) -> list[str]:
     """Returns the files and hub names that models were trained on."""
     nodes = [cfg.data if cfg.models[name].data is None else cfg.models[name].data for name in models]
@@ -201,17 +223,22 @@ def _sources(cfg: DictConfig, models: list[str]) -> list[str]:
     return list(dict.fromkeys(source for source in found if isinstance(source, str)))
 
 
-def _closing_rows(
-    trainer: MultiModelTrainer, reference: str | None, labels: Mapping[str, str]
-) -> tuple[list[str], list[list[str]]]:
+def _gap_closed(job: Run) -> dict[str, float]:
+    trainer, directions = job.trainer, job.task.gap_metrics
+    return share_of_gap_closed(trainer.before, trainer.after, trainer.reference, directions=directions)
+
+
+def _closing_rows(job: Run) -> tuple[list[str], list[list[str]]]:
+    trainer = job.trainer
     meter = next((c for c in trainer.callbacks.values() if isinstance(c, Throughput)), None)
     return closing_rows(
         trained=[model.name for model in trainer.trained],
         before=trainer.before,
         after=trainer.after,
-        reference_name=reference,
+        reference_name=job.task.reference,
         reference=trainer.reference,
-        labels=labels,
+        gap_closed=_gap_closed(job),
+        labels=job.task.metric_labels,
         num_parameters={model.name: model.num_parameters for model in trainer.models.values()},
         step_time=meter.median_step_time if meter else None,
         rates=meter.rate if meter else {},
@@ -239,7 +266,7 @@ def _task_name(cfg: DictConfig) -> str:
 
 @contextmanager
 def _recorded(
-    trainer: MultiModelTrainer,
+    job: Run,
     cfg: DictConfig,
     folder: Path,
     *,
@@ -252,6 +279,7 @@ def _recorded(
         positions: By logger, how far its log in this folder still holds; none where it begins.
         goes_on: Whether the folder is that of a run that ended; it is touched only once the checkpoint is loaded.
     """
+    trainer = job.trainer
     began, status, is_open, is_refused = time.monotonic(), "failed", False, False
 
     def close(logger: Logger) -> None:
@@ -297,6 +325,7 @@ def _recorded(
                         before=trainer.before,
                         after=trainer.after,
                         reference=trainer.reference,
+                        gap_closed=_gap_closed(job),
                     )
 
 

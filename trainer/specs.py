@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainer import distributed
 from trainer.adapters import check_lora
 from trainer.data.sources import TrainingData
-from trainer.plugins import Config, Facts, check_plugin, stage_of
+from trainer.plugins import Config, Facts, check_plugin, stage_of, uses_engine
+from trainer.quantization import find_quantization_problems
 from trainer.updates import UpdatePlan, find_idle_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ class ModelSpec:
         gradient_accumulation_steps: Micro-batches per update; None: the trainer's.
         plan: The windows in which the model's losses count.
         data: Examples of its own; None: those that all models share.
+        tokenizer: The one whose token ids it reads, where a task translates for it; None: that of its examples.
         init_from: The model whose start weights this one takes; None: those of its own build.
         freeze: Globs of parameter names that keep their start value.
         lora: Settings of peft.LoraConfig; None or empty: no adapters.
@@ -48,6 +53,7 @@ class ModelSpec:
     gradient_accumulation_steps: int | None = None
     plan: UpdatePlan = field(default_factory=UpdatePlan)
     data: TrainingData | None = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     init_from: str | None = None
     freeze: list[str] = field(default_factory=list)
     lora: Mapping[str, Any] | None = None
@@ -72,6 +78,13 @@ def check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, d
         problems.append(f"models.{name} is trainable but has no optimizer; give ModelSpec(optimizer=...)")
     problems += check_lora(
         f"models.{name}", spec.lora or {}, trainable=spec.trainable, freeze=spec.freeze, stage=stage_of(config)
+    )
+    problems += find_quantization_problems(
+        f"models.{name}",
+        quantization_of(spec),
+        trainable=spec.trainable,
+        has_engine=uses_engine(config),
+        init_from=spec.init_from,
     )
     if dtype == torch.float16 and device.type == "cpu":
         problems.append(f"models.{name}.dtype=float16 does not exist on a CPU in DeepSpeed; use float32 or bfloat16")
@@ -114,6 +127,11 @@ def facts_of(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.d
         scheduler=keywords_of(spec.scheduler),
         on_gpu=device.type == "cuda",
     )
+
+
+def quantization_of(spec: ModelSpec) -> Any:
+    """Returns the `quantization` that its build is given, None without."""
+    return keywords_of(spec.build).get("quantization")
 
 
 def name_of(maker: Any) -> str:

@@ -70,7 +70,8 @@ class Step:
         for name, value in {**output.metrics, **trainer.logged}.items():
             if name in self._losses:
                 raise ValueError(f"the metric '{name}' is the trainer's own; give it another name")
-            self.tally.add_metric(name, value, self.window.items(index, name), weight=weight)
+            items = 0.0 if isinstance(value, tuple) else self.window.items(index, name)  # a pair brings its own count
+            self.tally.add_metric(name, value, items, weight=weight)
 
     def _weighted_losses(self, index: int, output: StepOutput) -> dict[str, tuple[Tensor, list[ModelHandle]]]:
         """Returns one loss per backward, a share of the mean over the global batch, and the models that it trains."""

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -26,20 +26,11 @@ from trainer.conf_groups import spell_null
 from trainer.conf_values import open_free_key
 from trainer.redact import redact, redact_word
 from trainer.saved import show
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run of a sweep that has ended."""
-
-    number: str
-    overrides: list[str]
-    folder: Path
-    status: int
+from trainer.spread import Job, report_spread
 
 
 def run_sweep(args: Namespace) -> int:
-    """Checks all jobs, runs them, says how each ended, and returns the worst exit status."""
+    """Checks all jobs, runs them, says how each ended and how they scored, and returns the worst exit status."""
     request = arguments.request(args)
     problems = _check_jobs(request)
     if problems:
@@ -54,6 +45,7 @@ def run_sweep(args: Namespace) -> int:
             end = "completed" if job.status == 0 else f"ended with status {job.status}"
             text = f"job {job.number} ({' '.join(map(redact_word, job.overrides))}): {end}, {show(job.folder)}\n"
             sys.stderr.write(redact(text))
+    report_spread(jobs)
     return max([status, *(job.status for job in jobs)])
 
 
@@ -140,7 +132,9 @@ def _run_job(args: Namespace, jobs: list[Job]) -> None:
         raise
     # A job that a signal killed has the status that a shell would give it.
     status = 128 - status if status < 0 else status
-    jobs.append(Job(number=str(config.job.num), overrides=overrides, folder=folder, status=status))
+    jobs.append(
+        Job(number=config.job.num, overrides=overrides, sweep=Path(config.sweep.dir), folder=folder, status=status)
+    )
 
 
 def _quoted(text: str) -> str:

@@ -39,14 +39,21 @@ class Tally:
 
     def reduce(self) -> dict[str, float]:
         """Returns name to mean over all ranks; every rank must call it with the same names. 0 items give 0."""
+        return {name: total / count if count else total for name, (total, count) in self._totals().items()}
+
+    def reduce_counted(self) -> dict[str, float]:
+        """Returns the same without the names that have no item on any rank: there is nothing that a 0 would measure."""
+        return {name: total / count for name, (total, count) in self._totals().items() if count}
+
+    def _totals(self) -> dict[str, tuple[float, float]]:
+        """Returns name to sum and count over all ranks, in the order in which they came."""
         names = sorted(self._sums)
         distributed.check_alike(names, what="losses and metrics", device=self.device)
         if not names:
             return {}
         table = torch.stack([torch.stack([self._sums[name], self._counts[name]]) for name in names])
-        sums, counts = distributed.sum_over_ranks(table).cpu().T.tolist()
-        means = {n: total / count if count else total for n, total, count in zip(names, sums, counts, strict=True)}
-        return {name: means[name] for name in self._sums}  # in the order in which they came
+        totals = dict(zip(names, distributed.sum_over_ranks(table).cpu().tolist(), strict=True))
+        return {name: (totals[name][0], totals[name][1]) for name in self._sums}
 
 
 def _check_metric(name: Any, value: Any) -> None:

@@ -1,6 +1,5 @@
 """Holds every `_target_` of a configuration against what it names: does it exist, and does it take these keys."""
 
-import difflib
 import importlib
 import inspect
 import pkgutil
@@ -13,7 +12,6 @@ from typing import Any
 from trainer.words import did_you_mean
 
 _RESERVED = ("_target_", "_partial_", "_args_", "_convert_", "_recursive_")
-_TERM_KEYS = ("function", "weight", "temperature", "mask")
 # What build.py gives when it makes the object; the configuration need not.
 _GIVEN = (
     (re.compile(r"models\.[^.]+\.build"), "dtype"),
@@ -31,7 +29,7 @@ class TargetError(Exception):
 def target_problems(config: Mapping[str, Any]) -> list[str]:
     """Returns the problems of every node with `_target_`, however deep, and of nodes that should have one."""
     problems = [problem for key, node in _nodes(config) for problem in _check_node(key, node)]
-    return problems + list(_nameless(config)) + list(_terms(config))
+    return problems + list(_nameless(config))
 
 
 def find_target(name: str) -> Any:
@@ -152,7 +150,8 @@ def _check_types(
     hints = _hints(target)
     for word, value in node.items():
         hint = hints.get(word)
-        kinds = {_plain_name(kind) for kind in (typing.get_args(hint) or (hint,))}
+        is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        kinds = {_plain_name(kind) for kind in (typing.get_args(hint) if is_union else (hint,))}
         if word not in parameters or hint is None or not kinds <= {*_SIMPLE, "Tensor"} or value in ("auto", "???"):
             continue
         numbers = [kind for kind in (int, float) if kind in kinds]
@@ -198,29 +197,3 @@ def _nameless(config: Mapping[str, Any]) -> Iterator[str]:
         for part in ("optimizer", "scheduler"):
             if model.get(part) and "_target_" not in model[part]:
                 yield f"models.{name}.{part} has no _target_; choose one: {part}@models.{name}.{part}=..."
-
-
-def _terms(config: Mapping[str, Any]) -> Iterator[str]:
-    """Loss terms are a mapping of name to {function, weight, temperature, mask} in every task that has them."""
-    task = config.get("task")
-    if not isinstance(task, Mapping) or "terms" not in task:
-        return
-    terms = task["terms"]
-    if not isinstance(terms, Mapping):
-        yield f"task.terms={terms}: must be a mapping of name to {{{', '.join(_TERM_KEYS)}}}"
-        return
-    for name, term in terms.items():
-        key = f"task.terms.{name}"
-        if not isinstance(term, Mapping):
-            yield f"{key}={term}: must be a mapping of {', '.join(_TERM_KEYS)}"
-            continue
-        if "function" not in term:  # the name says it, unless it is one of the others, misspelt
-            whole = [other for other in terms if isinstance(terms[other], Mapping) and "function" in terms[other]]
-            for near in difflib.get_close_matches(str(name), whole, 1, cutoff=0.85):
-                yield f"{key}: there is no such term; did you mean {near}?"
-        for word in term:
-            if word not in _TERM_KEYS:
-                yield f"{key}.{word}: there is no such key{did_you_mean(word, _TERM_KEYS)}"
-        for word in ("weight", "temperature"):
-            if word in term and (isinstance(term[word], bool) or not isinstance(term[word], int | float)):
-                yield f"{key}.{word}={term[word]}: must be a number"

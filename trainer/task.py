@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from trainer.handle import ModelHandle
     from trainer.trainer import MultiModelTrainer
 
@@ -52,20 +54,41 @@ class TaskModule:
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
     own_data: Sequence[str] = ()  # the models with examples of their own; given by the trainer
     reads_one_batch: bool = False  # whether all models must read the same examples, so that none may have its own
+    own_tokens: Sequence[str] = ()  # the models that may read other token ids than the data's: the task translates
     batch_fields: tuple[str, ...] = ()  # what every batch must hold, checked before a model is built
     metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
+    # Last part of a metric to "min" or "max": of these the share of the gap to the reference that was closed is told.
+    gap_metrics: Mapping[str, str] = MappingProxyType({})
+    modes: tuple[str, ...] = ("fit", "validate", "export")  # what the task can be run for; those that need no method
+    reference_name: str | None = None  # what the reference was built from, where it is none of the run's models
+
+    def models_for(self, mode: str, names: Sequence[str]) -> list[str]:
+        """Returns which of the configured models a mode needs; the others are not built."""
+        return list(names)
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
         """Returns what is wrong with the run's models for this task, before any of them is built.
 
         Args:
             trainable: Name of each model to whether it is trained.
-            stage: "fit", "validate" or "export".
+            stage: "fit", "validate", "export" or "cache_teacher".
+        """
+        return []
+
+    def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
+        """Returns what is wrong with the tokenizers that the models read by, before any of them is built.
+
+        Args:
+            tokenizers: By model: its own for those of `own_tokens` that bring one, else that of its examples.
         """
         return []
 
     def setup(self, stage: str) -> None:
-        """Runs once all models are prepared; stage is "fit" or "validate"."""
+        """Runs once all models are prepared; stage is "fit", "validate" or "cache_teacher"."""
+
+    def cache_teacher(self) -> None:
+        """Stores what a teacher says of all examples: mode=cache_teacher, of a task that has it among its modes."""
+        raise NotImplementedError(f"{type(self).__name__} must define cache_teacher(self)")
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Returns the micro-batch to train on; runs without gradient, before items are counted."""
@@ -97,7 +120,8 @@ class TaskModule:
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
         """Returns metrics of one micro-batch, each a mean over its items or (sum, count).
 
-        A name that starts with "reference/" is a metric of the reference model.
+        A name that starts with "reference/" is a metric of the reference model. One whose last part begins with "_"
+        reaches only `derive_metrics`, and one without an item on any rank nobody.
         """
         raise NotImplementedError(f"{type(self).__name__} must define validation_step(self, batch, batch_idx)")
 
@@ -124,6 +148,9 @@ def find_role_problems(
     task: TaskModule, *, trainable: Mapping[str, bool], own_data: Sequence[str], stage: str
 ) -> list[str]:
     """Returns what is wrong with the run's models and their data for a task, before any of them is built."""
+    if stage not in task.modes:
+        hint = "choose one of them, or a task that has it, such as task=distill"
+        return [f"mode={stage}: {type(task).__name__} has no such mode, only {', '.join(task.modes)}; {hint}"]
     problems = task.check_models(trainable, stage=stage)
     if task.reads_one_batch:
         problems += [

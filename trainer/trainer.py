@@ -121,7 +121,7 @@ class MultiModelTrainer:
         """
         _check_task(task, models, stage="fit")
         self.prepare(task, models=models, data=data)
-        with self._stage("fit"):
+        with self.stage("fit"):
             self._open(resume)
             self.emit("on_fit_start")
             if resume is None:
@@ -137,7 +137,7 @@ class MultiModelTrainer:
         """Prepares the models, with the weights of a checkpoint if one is given, and returns their metrics."""
         _check_task(task, models, stage="validate")
         self.prepare(task, models=models, data=data, trains=False)
-        with self._stage("validate"):
+        with self.stage("validate"):
             self._open(resume)
             self._validated_at = None
             self.after = self._validate()
@@ -154,7 +154,7 @@ class MultiModelTrainer:
         digests = {name: digest_fixed(model) for name, model in self.models.items()}
         self.fixed_weights = {name: digest for name, digest in digests.items() if digest is not None}
         if self.saver is not None or resume is not None:
-            self.data_identity = identify_sources(self._sources)
+            self.data_identity = identify_sources(self.sources)
         self._load(resume)
         if self.saver is not None:
             self.saver.check_state(self)
@@ -273,13 +273,13 @@ class MultiModelTrainer:
             self.folder.mkdir(parents=True, exist_ok=True)
         self.task, self.tokenizer, self.specs = task, data.tokenizer, dict(models)
         self.horizons = {name: horizon_keys(spec.scheduler) for name, spec in models.items()}
-        self.tokenizers = {name: (spec.data or data).tokenizer for name, spec in models.items()}
+        self.tokenizers = {name: spec.tokenizer or (spec.data or data).tokenizer for name, spec in models.items()}
         own = {name: spec.data for name, spec in models.items() if spec.data is not None}
-        task.own_data, self._sources = list(own), name_sources(data, own)
-        problems = find_missing_fields(self._sources, task.batch_fields)
+        task.own_data, self.sources = list(own), name_sources(data, own)
+        problems = find_missing_fields(self.sources, task.batch_fields) + task.check_tokenizers(self.tokenizers)
         if problems:
             raise ConfigError(*problems)
-        self.train_loader, self.validation_loader = self._loaders(self._sources)
+        self.train_loader, self.validation_loader = self._loaders(self.sources)
         self.max_steps = self._number_of_steps()
         self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)
         run = RunFacts(
@@ -409,7 +409,7 @@ class MultiModelTrainer:
             self.hooks.emit(hook, **payload)
 
     @contextmanager
-    def _stage(self, stage: str) -> Iterator[None]:
+    def stage(self, stage: str) -> Iterator[None]:
         try:
             self.emit("setup", stage=stage)
             yield

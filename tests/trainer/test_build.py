@@ -1,11 +1,13 @@
 """What only the objects themselves can tell of a configuration, said before a model is built."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from trainer.build import build_data
+from tests.tasks.tiny_tokenizers import SPECIAL, make_tokenizer
+from trainer.build import build_data, build_tokenizer
 from trainer.config import ConfigError, DataConfig
 
 NODE = {"_target_": "builtins.list"}
@@ -28,7 +30,19 @@ def test_sources_that_do_not_fit_are_refused(mode: str, train: Any, validation: 
 
 def build(data: Any, *, mode: str) -> Any:
     cfg = OmegaConf.create({"mode": mode, "models": {}, "data": data})
-    return build_data(cfg, "data", cfg.data, [])
+    return build_data(cfg, "data", cfg.data, [], built=[], tokenizers={})
+
+
+def test_only_models_that_the_mode_builds_are_said_to_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(f'{{"text": "number {number} of many"}}\n' for number in range(8)))
+    data = OmegaConf.structured(DataConfig(train=str(file), tokenizer="embedded:bpe-4k", validation_fraction=0.5))
+    cfg = OmegaConf.create({"mode": "cache_teacher", "models": {}, "data": data})
+
+    with caplog.at_level("INFO", logger="trainer"):
+        build_data(cfg, "data", cfg.data, ["student", "teacher"], built=["teacher"], tokenizers={})
+
+    assert f"data.train: {file}, read by teacher\n" in caplog.text
 
 
 def test_own_datasets_are_taken_as_they_are() -> None:
@@ -37,3 +51,32 @@ def test_own_datasets_are_taken_as_they_are() -> None:
     built = build(data, mode="fit")
 
     assert (built.train, built.validation, built.batch_size) == ([], None, 3)
+
+
+def test_held_out_rows_are_the_same_for_every_seed(tmp_path: Any) -> None:
+    """So that a spread over seeds is one of training, and not of what is scored."""
+    rows = [f'{{"text": "number {number} of many"}}' for number in range(40)]
+    (tmp_path / "train.jsonl").write_text("\n".join(rows))
+
+    def held_out(seed: int, **changes: Any) -> list[list[int]]:
+        options = DataConfig(train=str(tmp_path / "train.jsonl"), tokenizer="embedded:bpe-4k", **changes)
+        cfg = OmegaConf.create({"mode": "fit", "models": {}, "data": OmegaConf.structured(options), "seed": seed})
+        validation: Any = build_data(cfg, "data", cfg.data, [], built=[], tokenizers={}).validation
+        return [item["input_ids"].tolist() for item in validation]
+
+    assert held_out(0) == held_out(1) == held_out(0, split_seed=0)
+    assert held_out(0) != held_out(0, split_seed=1)
+
+
+def test_models_that_share_token_ids_must_agree_unless_the_task_translates() -> None:
+    own, other = make_tokenizer(), make_tokenizer(special=SPECIAL[::-1])
+    options = OmegaConf.structured(DataConfig(train="train.jsonl"))
+    tokenizers = {"teacher": other, "student": own}
+
+    with pytest.raises(ConfigError, match="'<sys>' is id 0 in teacher and id 4 in student"):
+        build_tokenizer(options, tokenizers)
+
+    # The data are read in the tokens of a model that shares them, else of the first that brings any.
+    assert build_tokenizer(options, tokenizers, own_tokens=["teacher"]) is own
+    assert build_tokenizer(options, {"teacher": other}, own_tokens=["teacher"]) is other
+    assert build_tokenizer(options, {}) is None

@@ -42,8 +42,6 @@ def test_problems_of_all_kinds_come_at_once(tmp_path: Path):
         "data.validation_fraction=2",
         "data.collate=3",
         "mode=fitt",
-        "task.terms.forward_kl.wieght=2",
-        "task.terms.foward_kl.weight=2",
         "models.student.plugin.zero_optimization.stag=2",
         "logger.wandb.project=???",
         "checkpoint.every=0",
@@ -67,8 +65,6 @@ def test_problems_of_all_kinds_come_at_once(tmp_path: Path):
         "data.validation_fraction=2.0": "between 0 and 1",
         "data.collate=3": "must be a node with _target_",
         "mode=fitt": "did you mean fit?",
-        "task.terms.forward_kl.wieght": "did you mean weight?",
-        "task.terms.foward_kl: there is no such term": "did you mean forward_kl?",
         "models.student.plugin.zero_optimization.stag": "stage",
         "logger.wandb.project is missing": "logger.wandb.project=...",
         "checkpoint.every=0": "must be at least 1",
@@ -137,7 +133,7 @@ def test_what_constructors_refuse_is_known_before_anything_is_started():
         "models.student.optimizer.betas=[2.0,3.0]",
     )
 
-    assert "task.terms.forward_kl.weight is -1; it must be a number of at least 0" in found
+    assert "task.terms.forward_kl.weight is -1; it must be at least 0" in found
     assert "callbacks.early_stopping.patience=0 must be at least 1" in found
     assert any(problem.startswith("logger.wandb.mode=sometimes") for problem in found)
     assert any(
@@ -164,7 +160,7 @@ def test_objects_of_another_kind_and_hooks_that_are_none_are_refused(tmp_path: P
     (tmp_path / "odd_parts.py").write_text(
         "from trainer import Callback, TaskModule\n"
         "class Typo(Callback):\n    def on_fit_strat(self, trainer, task): ...\n"
-        "class Bug(TaskModule):\n    def __init__(self): 1 / 0\n"
+        "class Bug(TaskModule):\n    def __init__(self, routes=None): 1 / 0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -173,9 +169,8 @@ def test_objects_of_another_kind_and_hooks_that_are_none_are_refused(tmp_path: P
         "callbacks.typo._target_=odd_parts.Typo",
         "logger.odd._target_=collections.OrderedDict",
         "task._target_=odd_parts.Bug",
-        "~task.student",
-        "~task.teacher",
-        "~task.terms",
+        *(f"~task.{key}" for key in ("student", "teacher", "combine", "keep_teachers", "fused", "terms")),
+        *(f"~task.{key}" for key in ("cache", "length_edges", "preflight")),
     )
 
     assert "callbacks.odd._target_=collections.OrderedDict: makes no trainer.Callback; derive from it" in found

@@ -126,7 +126,7 @@ def test_good_builds_have_no_problem(folder):
         (pretrained("/absent/bert"), f"{KEY}.name=/absent/bert: this folder does not exist"),
         (
             pretrained("embedded:bpe-4k"),
-            f"{KEY}.name=embedded:bpe-4k: is a tokenizer, expected a model: embedded:smollm2-135m-instruct",
+            f"{KEY}.name=embedded:bpe-4k: is a tokenizer, expected a model: embedded:all-minilm-l6-v2",
         ),
         (pretrained("embedded:bert"), f"{KEY}.name=embedded:bert: embedded:bert is no embedded model"),
         (from_config("/absent/bert"), f"{KEY}.config=/absent/bert: this folder does not exist"),

@@ -12,7 +12,7 @@ from trainer.help import first_comment, help_text
 def test_help_lists_tasks_groups_and_keys():
     text = help_text(conf=conf_dir(), config_dir=None)
 
-    assert "distill       Distils a teacher into a smaller student" in text
+    assert "distill            Distils a teacher into a smaller student" in text
     assert "zero2_offload" in text
     assert "cpu_adamw" in text
     assert "trainer.max_steps" in text
@@ -27,7 +27,7 @@ def test_a_users_folder_stands_beside_ours(tmp_path: Path):
 
     text = help_text(conf=conf_dir(), config_dir=tmp_path)
 
-    assert "mine          Fits a line." in text
+    assert "mine               Fits a line." in text
     assert "distill  " in text
 
 

@@ -121,6 +121,7 @@ def test_the_summary_is_valid_json_in_one_piece(tmp_path: Path) -> None:
         before={"val/loss": 2.0},
         after={"val/loss": math.nan, "val/perplexity": math.inf},
         reference={},
+        gap_closed={"val/loss": 0.25},
     )
 
     assert json.loads((tmp_path / "summary.json").read_text()) == {
@@ -131,5 +132,6 @@ def test_the_summary_is_valid_json_in_one_piece(tmp_path: Path) -> None:
         "before": {"val/loss": 2.0},
         "after": {"val/loss": None, "val/perplexity": None},
         "reference": {},
+        "gap_closed": {"val/loss": 0.25},
     }
     assert [file.name for file in tmp_path.iterdir()] == ["summary.json"]

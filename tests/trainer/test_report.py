@@ -1,9 +1,20 @@
 import io
+import math
 
+import pytest
 import yaml
 from rich.console import Console, RenderableType
 
-from trainer.report import closing_rows, closing_table, columns_without, is_hub_name, model_card, sample_panel
+from trainer.report import (
+    closing_rows,
+    closing_table,
+    columns_without,
+    is_hub_name,
+    is_of_group,
+    model_card,
+    sample_panel,
+    share_of_gap_closed,
+)
 
 LABELS = {"cross_entropy": "cross-entropy (nats)", "forward_kl": "KL(teacher||student)"}
 
@@ -45,6 +56,65 @@ def test_the_table_compares_before_after_and_reference() -> None:
     lines = shown(closing_table(columns, rows)).splitlines()
     assert lines[0].split() == ["held-out", "text", "student", "before", "student", "after", "teacher"]
     assert lines[2].split() == ["KL(teacher||student)", "1.6400", "0.8900", "0"]
+
+
+def test_the_share_of_the_gap_is_told_where_the_reference_was_better() -> None:
+    before = {
+        "val/kl": 2.0,
+        "val/loss": 3.0,
+        "val/score": 0.5,
+        "val/worse": 1.0,
+        "val/only_before": 1.0,
+        "val/nan": 1.0,
+    }
+    after = {"val/kl": 0.5, "val/loss": 3.5, "val/score": 0.6, "val/worse": 0.5, "val/nan": math.nan}
+    reference = {"val/kl": 0.0, "val/loss": 2.0, "val/score": 1.0, "val/worse": 1.5, "val/nan": 0.0}
+    directions = dict.fromkeys(("kl", "loss", "worse", "only_before", "nan"), "min") | {"score": "max"}
+
+    shares = share_of_gap_closed(before, after, reference, directions=directions)
+
+    assert shares == {
+        "val/kl": 0.75,  # 1 - after / before
+        "val/loss": -0.5,  # further away than before
+        "val/score": pytest.approx(0.2),
+    }
+    assert share_of_gap_closed(before, after, {}, directions=directions) == {}
+    of_groups = [
+        {f"val/by_length/1-16{name[3:]}": v for name, v in part.items()} for part in (before, after, reference)
+    ]
+    assert len(share_of_gap_closed(*of_groups, directions=directions)) == 3, "a group has a gap of its own"
+    assert share_of_gap_closed(before, after, reference, directions={}) == {}
+
+
+def test_the_table_has_a_column_for_the_share_that_was_closed() -> None:
+    columns, rows = closing_rows(
+        trained=["student"],
+        before={"val/kl": 2.0, "val/other": 1.0},
+        after={"val/kl": 2.5, "val/other": 1.0},
+        reference_name="teacher",
+        reference={"val/kl": 0.0},
+        gap_closed={"val/kl": -0.25},
+        num_parameters={"student": 1000},
+        step_time=2.0,
+    )
+
+    assert columns == ["", "student before", "student after", "teacher", "gap closed"]
+    assert rows == [
+        ["kl", "2.0000", "2.5000", "0", "-25.0 %"],
+        ["other", "1.0000", "1.0000", "", ""],
+        ["parameters", "1,000", "1,000", "", ""],
+        ["step time (s)", "", "2", "", ""],
+    ]
+
+
+def test_metrics_of_groups_stay_out_of_the_table() -> None:
+    before = {"val/kl": 2.0, "val/by_length/1-16/kl": 3.0}
+
+    columns, rows = closing_rows(trained=["m"], before=before, after={}, gap_closed={"val/by_length/1-16/kl": 0.5})
+
+    assert (columns, rows) == (["", "m before", "m after"], [["kl", "2.0000", ""]])
+    assert is_of_group("val/by_source/web/kl")
+    assert not is_of_group("val/by_chance")
 
 
 def test_a_run_without_a_reference_has_no_column_for_it() -> None:

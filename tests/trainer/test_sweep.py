@@ -1,5 +1,6 @@
 """Multirun: which jobs there are, where they write, and what a failed one does to the rest."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -57,6 +58,33 @@ def test_every_combination_is_a_process_with_a_folder(
         f"ended with status 137, outputs/distill/{runs.name}/2",
         f"completed, outputs/distill/{runs.name}/3",
     ]
+
+
+def test_the_scores_of_all_jobs_are_one_table_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Scoring(Jobs):
+        """Leaves a summary, as a run does; a failed one too."""
+
+        def __call__(self, command: list[str]) -> "Jobs":
+            folder = Path(next(word for word in command if word.startswith("hydra.run.dir=")).partition("=")[2])
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "summary.json").write_text(json.dumps({"after": {"val/kl": float(len(self.commands))}}))
+            return super().__call__(command)
+
+    argv = ("seed=1,2", "trainer.max_steps=3,4", "callbacks=null", "logger=[]", "debug=fast")
+
+    status = run(*argv, jobs=Scoring(0, 1, 0, 0), monkeypatch=monkeypatch, folder=tmp_path)
+
+    assert status == 1
+    (runs,) = (tmp_path / "outputs" / "distill").iterdir()
+    found = json.loads((runs / "sweep.json").read_text())["settings"]
+    assert [(each["overrides"], each["after"]["val/kl"]["values"]) for each in found] == [
+        (["trainer.max_steps=3"], [0.0, 2.0]),
+        (["trainer.max_steps=4"], [3.0]),
+    ]
+    assert found[1]["missing"] == [1]
+    assert "trainer.max_steps=3 seed=1,2 (n=2)" in capsys.readouterr().out
 
 
 def test_one_wrong_job_refuses_all_before_the_first_starts(

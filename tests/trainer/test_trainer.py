@@ -43,6 +43,13 @@ class SumTask(TokenTask):
         return StepOutput(sums={"student": self.errors(batch).sum()})
 
 
+class ShareTask(TokenTask):
+    """The same with the loss weighed by the task itself, as one does whose gradient is made in the forward."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> StepOutput:
+        return StepOutput(shares={"student": self.errors(batch).sum() * self.trainer.loss_weight("student")})
+
+
 class PlainMeanTask(TokenTask):
     """What everybody writes who counts examples: wrong as soon as the lengths differ."""
 
@@ -150,6 +157,8 @@ def run_matrix(world_size: int) -> dict[str, Any]:
         batch_size, accumulation = layouts[1]
         trainer = fit(SumTask(), stage=stage, batch_size=batch_size, accumulation=accumulation)
         found[f"zero{stage} sums"] = _difference(trainer, plain)
+        trainer = fit(ShareTask(), stage=stage, batch_size=batch_size, accumulation=accumulation)
+        found[f"zero{stage} shares"] = _difference(trainer, plain)
         trainer = fit(TokenTask(), stage=stage, batch_size=batch_size, accumulation=accumulation, max_grad_norm=0.05)
         found[f"zero{stage} clipped"] = _difference(trainer, clipped)
     sharded = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}

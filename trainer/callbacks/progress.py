@@ -15,6 +15,7 @@ from rich.text import Text
 
 from trainer.callbacks.callback import Callback
 from trainer.heartbeat import SILENCE_SECONDS, Heartbeat
+from trainer.report import is_of_group
 
 if TYPE_CHECKING:
     from trainer.task import Batch, TaskModule
@@ -110,7 +111,8 @@ class ProgressBar(Callback):
         self._clock.validation_ended()
         self._activity = None
         if trainer.is_main:
-            parts = [f"{name.removeprefix('val/')} {value:.4g}" for name, value in metrics.items()]
+            shown = {name: value for name, value in metrics.items() if not is_of_group(name)}
+            parts = [f"{name.removeprefix('val/')} {value:.4g}" for name, value in shown.items()]
             self._report("  ".join([f"validation at step {trainer.global_step}", *parts]), also_when_live=True)
 
     # Start and end ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ class PaddingCollator:
 
     Packed examples (those with `position_ids`) get no `attention_mask`: transformers keeps attention inside a document
     by the restarts of `position_ids` alone, and only where no mask is given. A run of pads counts as one more document.
+    Where rows have a source, `source` holds that of each token, -1 on pads.
     """
 
     def __init__(self, pad_token_id: int, *, padding_side: Literal["left", "right"] = "right") -> None:
@@ -24,6 +25,8 @@ class PaddingCollator:
             "input_ids": self._pad([item["input_ids"] for item in items], self.pad_token_id),
             "labels": self._pad([item["labels"] for item in items], IGNORED),
         }
+        if "source" in items[0]:
+            batch["source"] = self._pad([item["source"] for item in items], -1)
         if any("position_ids" in item for item in items):
             positions = [item["position_ids"] for item in items]
             return batch | {"position_ids": self._pad(positions, None)}

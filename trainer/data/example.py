@@ -12,11 +12,15 @@ Tokens = NDArray[np.int32]
 
 @dataclass(kw_only=True)
 class Example:
-    """Token ids and labels of equal length; `position_ids` only in packed blocks, where 0 starts a document."""
+    """Token ids and labels of equal length; `position_ids` only in packed blocks, where 0 starts a document.
+
+    `sources` only where rows have a source: of each token, its place in the list of sources.
+    """
 
     input_ids: Tokens
     labels: Tokens
     position_ids: Tokens | None = None
+    sources: Tokens | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -28,4 +32,5 @@ class Example:
 
     def cut(self, start: int, stop: int) -> "Example":
         """Returns the tokens from start to stop, without positions."""
-        return Example(input_ids=self.input_ids[start:stop], labels=self.labels[start:stop])
+        sources = None if self.sources is None else self.sources[start:stop]
+        return Example(input_ids=self.input_ids[start:stop], labels=self.labels[start:stop], sources=sources)

@@ -41,8 +41,10 @@ def _join(examples: list[Example]) -> Example:
     labels = [example.labels.copy() for example in examples]
     for document in labels:
         document[0] = IGNORED  # the last token of the document before must not predict it
+    sources = [example.sources for example in examples if example.sources is not None]
     return Example(
         input_ids=np.concatenate([example.input_ids for example in examples]),
         labels=np.concatenate(labels),
         position_ids=np.concatenate([np.arange(len(example), dtype=np.int32) for example in examples]),
+        sources=np.concatenate(sources) if sources else None,  # of all rows or of none
     )

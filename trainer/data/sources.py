@@ -11,6 +11,7 @@ from torch.utils.data import Dataset, default_collate
 
 from trainer.config import ConfigError
 from trainer.data.loader import SHARED, MicroBatch, TrainLoader, ValidationLoader, data_key
+from trainer.data.text import TextDataset
 from trainer.task import Batch
 
 if TYPE_CHECKING:
@@ -88,6 +89,11 @@ class TrainSources:
         }
 
     @property
+    def row_sources(self) -> list[str]:
+        """The names of what the shared rows come from, as for the validation sets."""
+        return _row_sources(self.loaders)
+
+    @property
     def steps_per_epoch(self) -> int:
         return next(iter(self.loaders.values())).steps_per_epoch
 
@@ -118,6 +124,17 @@ class ValidationSources:
             for name, source in sources.items()
             if source.validation is not None
         }
+
+    @property
+    def row_sources(self) -> list[str]:
+        """What the shared rows come from, as their `source` column says; none where they have none."""
+        return _row_sources(self.loaders)
+
+    @property
+    def source_groups(self) -> tuple[list[str], list[int]]:
+        """The names under which metrics tell sources apart, and the place among them of each of `row_sources`."""
+        shared = self.loaders.get(SHARED)
+        return shared.dataset.groups if shared is not None and isinstance(shared.dataset, TextDataset) else ([], [])
 
     def __len__(self) -> int:
         return max(len(loader) for loader in self.loaders.values())
@@ -160,3 +177,8 @@ def _merge(micros: Mapping[str, MicroBatch]) -> MicroBatch:
         fillers={name: micro.is_filler for name, micro in micros.items()},
         indices={name: micro.indices[name] for name, micro in micros.items()},
     )
+
+
+def _row_sources(loaders: Mapping[str, TrainLoader] | Mapping[str, ValidationLoader]) -> list[str]:
+    shared = loaders.get(SHARED)
+    return list(shared.dataset.sources) if shared is not None and isinstance(shared.dataset, TextDataset) else []

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from trainer.config import ConfigError
 from trainer.data.example import Example, Tokens
 from trainer.data.packing import chunk, pack
+from trainer.data.row_sources import name_sources_of_rows, number_sources_of_rows
 from trainer.data.rows import FORMATS, Row, has_format, is_chat, is_pair, prompt_of
 from trainer.task import IGNORED
 
@@ -29,11 +30,25 @@ _TELL_EVERY_SECONDS = 5
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
-    """Tokenised examples; an item holds `input_ids` and `labels`, (time,), and `position_ids` where packed."""
+    """Tokenised examples; an item holds `input_ids` and `labels`, (time,), and `position_ids` where packed.
 
-    def __init__(self, examples: list[Example], *, prompts: list[str]) -> None:
+    Where rows have a `source`, an item holds `source` too, (time,): of each token, its place in `sources`.
+
+    Args:
+        groups: The names under which metrics tell sources apart, and the place among them of each source.
+    """
+
+    def __init__(
+        self,
+        examples: list[Example],
+        *,
+        prompts: list[str],
+        sources: list[str] | None = None,
+        groups: tuple[list[str], list[int]] | None = None,
+    ) -> None:
         self.examples = examples
         self.prompts = prompts
+        self.sources, self.groups = sources or [], groups or ([], [])
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -43,6 +58,8 @@ class TextDataset(Dataset[dict[str, Tensor]]):
         arrays = {"input_ids": example.input_ids, "labels": example.labels}
         if example.position_ids is not None:
             arrays["position_ids"] = example.position_ids
+        if example.sources is not None:
+            arrays["source"] = example.sources
         return {name: torch.from_numpy(array.astype(np.int64)) for name, array in arrays.items()}
 
 
@@ -56,8 +73,13 @@ def build_text_dataset(
     examples: list[Example] = []
     prompts: list[str] = []
     num_cut = num_dropped = 0
-    for row, example in zip(rows, tokenize_rows(rows, tokenizer), strict=True):
+    sources, source_ids = number_sources_of_rows(rows)
+    group_names, places = name_sources_of_rows(rows)
+    place_of = dict(zip(source_ids, places, strict=True))
+    for index, (row, example) in enumerate(zip(rows, tokenize_rows(rows, tokenizer), strict=True)):
         prompt = prompt_of(row)
+        if sources:
+            example.sources = np.full_like(example.labels, source_ids[index])
         if packing and prompt is None:
             pieces = list(chunk(example, block_size))
         else:
@@ -69,7 +91,12 @@ def build_text_dataset(
         if kept and prompt is not None:
             prompts.append(prompt)
     _report(num_rows=len(rows), num_cut=num_cut, num_dropped=num_dropped, block_size=block_size)
-    return TextDataset(pack(examples, block_size) if packing else examples, prompts=prompts)
+    return TextDataset(
+        pack(examples, block_size) if packing else examples,
+        prompts=prompts,
+        sources=sources,
+        groups=(group_names, [place_of[number] for number in range(len(sources))]),
+    )
 
 
 def render_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:

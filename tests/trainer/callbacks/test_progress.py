@@ -81,7 +81,7 @@ def test_a_slow_step_and_a_slow_validation_give_a_sign_of_life(caplog: pytest.Lo
     bar.on_validation_start(trainer, None)
     bar.on_validation_batch_end(trainer, None, {}, 2)
     time.sleep(0.2)
-    bar.on_validation_end(trainer, None, {"val/loss": 0.5})
+    bar.on_validation_end(trainer, None, {"val/loss": 0.5, "val/by_length/1-16/loss": 0.4})
     bar.on_fit_end(trainer, None)
 
     assert list(dict.fromkeys(caplog.messages)) == [
