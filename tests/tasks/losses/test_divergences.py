@@ -9,30 +9,19 @@ from torch import Tensor
 
 from tasks.losses import (
     FUNCTIONS,
+    TopTokens,
     cross_entropy,
+    entropy,
     forward_kl,
+    generalised_jsd,
     reverse_kl,
+    skew_kl,
+    skew_reverse_kl,
     top1_agreement,
+    total_variation,
 )
-
-DIVERGENCES = {"forward_kl": forward_kl, "reverse_kl": reverse_kl}
-
-
-def random_logits(*shape: int, seed: int, scale: float = 3.0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def reference(name: str, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """The textbook definition, from probabilities in float64, where nothing overflows."""
-    q, p = (torch.softmax(logits.double() / temperature, -1) for logits in (student, teacher))
-    first, second = (p, q) if name == "forward_kl" else (q, p)
-    return (first * (first / second).log()).sum(-1) * temperature**2
-
-
-def gradient_of(function, student: Tensor, teacher: Tensor, **kwargs) -> Tensor:
-    student = student.clone().requires_grad_()
-    function(student, teacher, **kwargs).sum().backward()
-    return student.grad
+from tasks.losses import divergences as divergences_module
+from tests.tasks.losses.reference import DIVERGENCES, gradient_of, random_logits, textbook
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0, 8.0])
@@ -43,8 +32,8 @@ def test_divergence_and_its_gradient_equal_float64_autograd(name, temperature):
 
     value = DIVERGENCES[name](student, teacher, temperature=temperature)
     ours = gradient_of(lambda s, t: DIVERGENCES[name](s, t, temperature=temperature) * weights, student, teacher)
-    exact_value = reference(name, student, teacher, temperature)
-    exact = gradient_of(lambda s, t: reference(name, s, t, temperature) * weights, student.double(), teacher)
+    exact_value = textbook(name, student, teacher, temperature)
+    exact = gradient_of(lambda s, t: textbook(name, s, t, temperature) * weights, student.double(), teacher)
 
     assert value.dtype == torch.float32 and value.shape == (4, 7)
     # float32 rounds a logit of size 3 to 2e-7, halved temperatures double it, and 200 terms add up.
@@ -96,8 +85,9 @@ def test_divergence_is_never_negative_and_learns_where_rounding_would_make_it_so
 
     value, gradient = DIVERGENCES[name](student, teacher), gradient_of(DIVERGENCES[name], student, teacher)
 
-    assert (value >= 0).all() and (value == 0).any()  # some were clamped
-    assert (gradient[value == 0].abs().amax(-1) > 0).all()  # and still have their gradient
+    assert (value >= 0).all()
+    assert (value == 0).any() or name == "total_variation"  # some were clamped; a sum of sizes has nothing to clamp
+    assert (gradient.abs().amax(-1) > 0).all()  # and still have their gradient
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -123,7 +113,7 @@ def test_temperature_squared_keeps_the_gradient_near_flat():
 def test_bfloat16_logits_are_computed_in_float32():
     teacher = random_logits(64, 30000, seed=0, scale=2.0)
     student = teacher + random_logits(64, 30000, seed=1, scale=0.1)
-    exact = reference("forward_kl", student.bfloat16(), teacher.bfloat16(), 1.0)
+    exact = textbook("forward_kl", student.bfloat16(), teacher.bfloat16(), 1.0)
 
     ours = forward_kl(student.bfloat16(), teacher.bfloat16())
     log_q, log_p = student.bfloat16().log_softmax(-1), teacher.bfloat16().log_softmax(-1)
@@ -135,20 +125,120 @@ def test_bfloat16_logits_are_computed_in_float32():
     assert gradient_of(forward_kl, student.bfloat16(), teacher.bfloat16()).dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_extreme_logits_stay_finite(name):
-    student, teacher = random_logits(4, 100, seed=0), random_logits(4, 100, seed=1)
+def test_extreme_logits_stay_finite(name, dtype):
+    student, teacher = random_logits(4, 100, seed=0).to(dtype), random_logits(4, 100, seed=1).to(dtype)
     student[:, 3], teacher[:, 5] = 120.0, 300.0  # exp of either overflows float32
+
+    value, ours = DIVERGENCES[name](student, teacher), gradient_of(DIVERGENCES[name], student.float(), teacher)
+
+    exact = gradient_of(lambda s, t: textbook(name, s, t, 1.0), student.double(), teacher)
+    torch.testing.assert_close(value.double(), textbook(name, student, teacher, 1.0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-6)
+
+
+def test_a_logit_of_120_gives_jsd_its_bound_where_plain_probabilities_give_not_a_number():
+    student, teacher = torch.zeros(1, 50), torch.zeros(1, 50)
+    student[0, 0], teacher[0, 1:] = 120.0, 30.0
+
+    def plain(student: Tensor, teacher: Tensor) -> Tensor:
+        q, p = student.softmax(-1), teacher.softmax(-1)
+        m = (p + q) / 2
+        return ((p * (p / m).log()).sum(-1) + (q * (q / m).log()).sum(-1)) / 2
+
+    assert plain(student, teacher).isnan().all()
+    assert generalised_jsd(student, teacher).item() == pytest.approx(math.log(2), abs=1e-6)
+    assert gradient_of(generalised_jsd, student, teacher).isfinite().all()
+
+
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name.startswith(("jsd", "skew"))])
+def test_a_mixture_bounds_the_loss_where_one_excludes_what_the_other_has(name):
+    student, teacher = random_logits(4, 100, seed=0), random_logits(4, 100, seed=1)
+    student[:, :40], teacher[:, 30:70] = -torch.inf, -torch.inf
+
+    value, ours = DIVERGENCES[name](student, teacher), gradient_of(DIVERGENCES[name], student, teacher)
+
+    exact = gradient_of(lambda s, t: textbook(name, s, t, 1.0), student.double(), teacher)
+    torch.testing.assert_close(value.double(), textbook(name, student, teacher, 1.0), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-6)
+    assert (ours[:, :40] == 0).all()
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-3, 0.999])
+def test_a_mixture_with_almost_nothing_of_one_side_is_right(beta):
+    student, teacher = random_logits(8, 200, seed=0, scale=6.0), random_logits(8, 200, seed=1, scale=6.0)
+
+    value = generalised_jsd(student, teacher, beta=beta)
+    ours = gradient_of(generalised_jsd, student, teacher, beta=beta)
+
+    exact = gradient_of(lambda s, t: textbook("jsd", s, t, 1.0, share=beta), student.double(), teacher)
+    torch.testing.assert_close(value.double(), textbook("jsd", student, teacher, 1.0, share=beta), rtol=1e-4, atol=2e-7)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-3, atol=1e-7)
+
+
+def test_ends_of_the_jsd_are_the_two_kls_and_it_goes_there_in_proportion():
+    student, teacher = random_logits(8, 200, seed=0), random_logits(8, 200, seed=1)
+
+    assert torch.equal(generalised_jsd(student, teacher, beta=0), forward_kl(student, teacher))
+    assert torch.equal(generalised_jsd(student, teacher, beta=1), reverse_kl(student, teacher))
+    assert torch.equal(skew_kl(student, teacher, skew=0), forward_kl(student, teacher))
+    assert torch.equal(skew_reverse_kl(student, teacher, skew=0), reverse_kl(student, teacher))
+    near = student + 0.5 * (teacher - student)
+    torch.testing.assert_close(
+        generalised_jsd(near, teacher, beta=1e-3) / 1e-3, forward_kl(near, teacher), rtol=0.05, atol=0
+    )
+    torch.testing.assert_close(
+        generalised_jsd(near, teacher, beta=0.999) / 1e-3, reverse_kl(near, teacher), rtol=0.05, atol=0
+    )
+
+
+def test_mixtures_by_hand_say_whose_share_is_which():
+    student, teacher = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.9, 0.1]]).log()
+
+    m = [0.25 * 0.9 + 0.75 * 0.5, 0.25 * 0.1 + 0.75 * 0.5]  # a quarter of the teacher
+    of_teacher = 0.9 * math.log(0.9 / m[0]) + 0.1 * math.log(0.1 / m[1])
+    of_student = 0.5 * math.log(0.5 / m[0]) + 0.5 * math.log(0.5 / m[1])
+
+    assert generalised_jsd(student, teacher, beta=0.25).item() == pytest.approx(
+        0.25 * of_teacher + 0.75 * of_student, rel=1e-5
+    )
+    assert skew_kl(student, teacher, skew=0.25).item() == pytest.approx(of_teacher, rel=1e-5)
+    assert skew_reverse_kl(student, teacher, skew=0.75).item() == pytest.approx(of_student, rel=1e-5)
+    assert total_variation(student, teacher, temperature=1.0).item() == pytest.approx(0.4, rel=1e-6)
+
+
+def test_total_variation_takes_the_temperature_once_since_twice_would_grow():
+    teacher = random_logits(256, 1000, seed=0, scale=1.0)
+    student = teacher + random_logits(256, 1000, seed=1, scale=0.5)
+
+    norms = {t: gradient_of(total_variation, student, teacher, temperature=t).norm().item() for t in (2.0, 4.0, 8.0)}
+
+    assert norms[2.0] / norms[8.0] == pytest.approx(1.0, abs=0.25)
+    assert 8 * norms[8.0] > 3 * 2 * norms[2.0]  # temperature²
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_pieces_of_rows_change_nothing(name, monkeypatch):
+    student, teacher = random_logits(3, 5, 40, seed=0), random_logits(3, 5, 40, seed=1)
+    whole = DIVERGENCES[name](student, teacher), gradient_of(DIVERGENCES[name], student, teacher)
+
+    monkeypatch.setattr(divergences_module, "_rows_at_once", lambda logits: 4)
+    pieces = DIVERGENCES[name](student, teacher), gradient_of(DIVERGENCES[name], student, teacher)
+
+    torch.testing.assert_close(pieces, whole, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_inputs_are_left_as_they_are_and_a_transposed_student_is_read_right(name):
+    student, teacher = random_logits(40, 6, seed=0).T, random_logits(6, 50, seed=1)[:, :40]
+    before = student.clone(), teacher.clone()
 
     value, gradient = DIVERGENCES[name](student, teacher), gradient_of(DIVERGENCES[name], student, teacher)
 
-    exact = F.kl_div(
-        *(x.double().log_softmax(-1) for x in ((student, teacher) if name == "forward_kl" else (teacher, student))),
-        log_target=True,
-        reduction="none",
-    ).sum(-1)
-    torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=1e-5)
-    assert gradient.isfinite().all()
+    assert torch.equal(student, before[0]) and torch.equal(teacher, before[1])
+    torch.testing.assert_close(value, DIVERGENCES[name](*before))
+    torch.testing.assert_close(gradient, gradient_of(DIVERGENCES[name], *before))
 
 
 def test_wrong_by_far_is_where_the_student_learns_most():
@@ -177,7 +267,7 @@ def test_what_is_infinite_or_not_a_number_stays_visible():
 
     assert forward_kl(excluded, clean).item() == math.inf and reverse_kl(clean, excluded).item() == math.inf
     for bad in (infinite, unknown):
-        for divergence in (forward_kl, reverse_kl):
+        for divergence in DIVERGENCES.values():
             assert divergence(bad, clean).isnan().all() and divergence(clean, bad).isnan().all()
             assert gradient_of(divergence, bad, clean).isnan().any()
         assert cross_entropy(bad, torch.tensor([1])).isnan().all()
@@ -197,6 +287,13 @@ def test_top1_agreement_is_one_where_the_most_likely_tokens_are_the_same():
     student, teacher = torch.eye(3), torch.eye(3)[[0, 2, 2]]
 
     assert top1_agreement(student, teacher).tolist() == [1.0, 0.0, 1.0]
+    assert top1_agreement(student, TopTokens.from_logits(teacher, k=2)).tolist() == [1.0, 0.0, 1.0]
+
+
+def test_entropy_is_in_nats_and_leaves_out_what_is_impossible():
+    logits = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.25, 0.25, 0.25, 0.25], [1.0, 0.0, 0.0, 0.0]]).log()
+
+    assert entropy(logits).tolist() == pytest.approx([1.5 * math.log(2), 2 * math.log(2), 0.0], abs=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
@@ -210,8 +307,10 @@ def test_reductions_of_torch_are_no_token_means():
 
 
 def test_different_vocabularies_are_refused_with_the_numbers():
-    with pytest.raises(ValueError, match=r"\(4, 50\).*\(4, 60\)"):
-        forward_kl(torch.zeros(4, 50), torch.zeros(4, 60))
+    for divergence in DIVERGENCES.values():
+        for options in ({}, {"top_k": 3}):
+            with pytest.raises(ValueError, match=r"\(4, 50\).*\(4, 60\)"):
+                divergence(torch.zeros(4, 50), torch.zeros(4, 60), **options)
 
 
 def test_padding_a_vocabulary_with_zeros_would_change_the_divergence():
