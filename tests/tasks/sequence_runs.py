@@ -1,0 +1,123 @@
+"""Runs on real engines of the tasks in which a teacher writes text or reads its own tokens, and the same by hand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tasks.distill_sequence import DistillSequenceTask
+from tasks.distill_unaligned import DistillUnalignedTask
+from tests.tasks.task_runs import (
+    LR,
+    PAD,
+    VOCABULARY,
+    fit,
+    frozen,
+    llama,
+    shared_texts,
+    shared_validation,
+    trained,
+    windows,
+    zero,
+)
+from tests.tasks.tiny_tokenizers import CHARACTERS, make_tokenizer
+from trainer import IGNORED, TrainingData
+from trainer.data import PaddingCollator
+from trainer.data.example import Example
+from trainer.data.text import TextDataset
+
+STEPS, BATCH, NEW = 2, 6, 6
+END = 36  # a token that the teacher likes: answers of several lengths
+ENDS = {END, 2}  # the tokenizer's end token, and that of the models' generation_config
+PLUGINS = {"student": zero(1), "teacher": zero(3)}
+
+
+def tokenizer() -> Any:
+    """As many tokens as the models have logits."""
+    special = ("<pad>", *(f"<{index}>" for index in range(1, END)), "<end>")
+    return make_tokenizer(special=special, characters=CHARACTERS[: VOCABULARY - len(special)])
+
+
+def data(world_size: int) -> TrainingData:
+    return TrainingData(
+        train=TextDataset(shared_texts(), prompts=[]),
+        validation=TextDataset(shared_validation(), prompts=[]),
+        batch_size=BATCH // world_size,
+        collate=PaddingCollator(PAD),
+        tokenizer=tokenizer(),
+    )
+
+
+def run_text_tasks(folder: Path) -> dict[str, Any]:
+    """Returns what each run found: the update of greedy text, and that others end."""
+    from trainer import distributed
+
+    found = {}
+    for name, task in (
+        ("greedy", DistillSequenceTask(max_new_tokens=NEW)),
+        ("drawn", DistillSequenceTask(max_new_tokens=NEW, temperature=1.5, top_p=0.9)),
+        ("unaligned", DistillUnalignedTask()),
+    ):
+        models = {"student": trained(llama, "small"), "teacher": frozen("large")}
+        models["teacher"].tokenizer = make_tokenizer(["a b", "c d"]) if name == "unaligned" else None
+        found[name] = fit(task, models, PLUGINS, data(distributed.world_size()), steps=STEPS)[1]
+    return found
+
+
+# The same by hand
+
+
+def prompt_of(example: Example) -> list[int]:
+    """The tokens before the first label that something predicts; [] without one."""
+    counted = [index for index, label in enumerate(example.labels) if label != IGNORED and index > 0]
+    return [int(token) for token in example.input_ids[: counted[0]]] if counted else []
+
+
+@torch.no_grad()
+def greedy(model: Any, prompt: list[int]) -> list[int]:
+    """The most likely answer token by token: one row, no padding, no cache."""
+    answer: list[int] = []
+    while prompt and len(answer) < NEW and not (answer and answer[-1] in ENDS):
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits
+        answer.append(int(logits[0, -1].argmax()))
+    return answer
+
+
+def answer_losses(model: Any, prompt: list[int], answer: list[int]) -> list[Tensor]:
+    """The cross-entropy of each token of an answer."""
+    if not answer:
+        return []
+    logits = model(input_ids=torch.tensor([prompt + answer])).logits[0]
+    start = len(prompt) - 1
+    return list(F.cross_entropy(logits[start : start + len(answer)], torch.tensor(answer), reduction="none"))
+
+
+def reference_run() -> tuple[dict[str, Tensor], list[list[int]], list[float]]:
+    """Returns the student's weights, the answers' lengths by step, and the scores on held-out text before and after."""
+    student: Any = llama("small").double()
+    teacher: Any = llama("large").eval()
+    optimizer = torch.optim.SGD(student.parameters(), lr=LR)
+    texts, lengths = shared_texts(), []
+    scores = [held_out_score(student, teacher)]
+    for window in windows(len(texts), BATCH, steps=STEPS):
+        prompts = [prompt_of(texts[index]) for index in window]
+        answers = [greedy(teacher, prompt) for prompt in prompts]
+        losses = [loss for pair in zip(prompts, answers, strict=True) for loss in answer_losses(student, *pair)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        lengths.append([len(answer) for answer in answers])
+    scores.append(held_out_score(student, teacher))
+    return copy.deepcopy(student.state_dict()), lengths, scores
+
+
+@torch.no_grad()
+def held_out_score(student: Any, teacher: Any) -> float:
+    prompts = [prompt_of(example) for example in shared_validation()]
+    losses = [loss for prompt in prompts for loss in answer_losses(student, prompt, greedy(teacher, prompt))]
+    return float(torch.stack(losses).mean())
