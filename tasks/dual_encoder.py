@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tasks.embeddings import retrieval_ranks, run_encoder, sentence_vectors
 from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule, gather_with_gradient
 
 RANKS = (1, 5)  # of the retrieval accuracies
-ROWS_AT_ONCE = 1024
-SAME = 1e-6  # similarities this near are equal: rounding in float32 must not rank equal vectors
 
 
 class DualEncoderTask(TaskModule):
@@ -65,19 +64,11 @@ class DualEncoderTask(TaskModule):
         return {"contrastive_loss": (losses.sum(), len(losses))}
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Returns how often a query's own document is among the nearest of the whole validation set.
-
-        A document that is as near stands before the own one, and so does every one where a similarity is no number:
-        encoders that tell nothing apart find nothing.
-        """
+        """Returns how often a query's own document is among the nearest of the whole validation set."""
         vectors, _ = gather_with_gradient(torch.cat(self._seen))
         self._seen.clear()
         queries, documents = vectors.unbind(1)
-        own = (queries * documents).sum(1, keepdim=True)
-        # in parts: of many pairs, all similarities at once would not fit
-        parts = zip(torch.split(queries, ROWS_AT_ONCE), torch.split(own, ROWS_AT_ONCE), strict=True)
-        # not "before": what is no number is not behind either, and the own one is not behind itself
-        rank = torch.cat([(~(part @ documents.T < mine - SAME)).sum(1) for part, mine in parts])
+        rank = retrieval_ranks(queries, documents)
         found = {f"top{k}_accuracy": (rank <= k).float().mean().item() for k in RANKS}
         return {**found, "mean_reciprocal_rank": rank.reciprocal().float().mean().item()}
 
@@ -93,17 +84,8 @@ class DualEncoderTask(TaskModule):
         return queries[:count], documents[:count]
 
     def _embed(self, name: str, field: str, batch: Batch) -> Tensor:
-        mask = batch[f"{field}_attention_mask"]
-        output = self.models[name](input_ids=batch[f"{field}_input_ids"], attention_mask=mask)
-        states = output if isinstance(output, Tensor) else getattr(output, "last_hidden_state", None)  # (B, T, D)
-        if states is None:
-            raise ConfigError(
-                f"models.{name} gives {type(output).__name__}, without a state per token; it must be an encoder: "
-                f"model@models.{name}.build=encoder"
-            )
-        weights = mask.unsqueeze(-1).to(torch.float32)
-        mean = (states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
-        return F.normalize(mean, dim=-1)
+        output, _ = run_encoder(self.models[name], batch, field)
+        return sentence_vectors(output, batch[f"{field}_attention_mask"])
 
     def _contrast(self, queries: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a loss per pair of this rank, (B,), against all ranks' pairs, and whether the query found its own."""
