@@ -1,50 +1,53 @@
-"""Distillation: a student learns from a frozen teacher's distribution over the next token."""
+"""Distillation: a student learns from what frozen teachers predict, and from their inner states."""
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tasks.fused import TileLoss, fused_loss
+from tasks.heads import Head, HeadTap, tap_heads
+from tasks.inner_states import InnerStates
 from tasks.language import (
     BATCH_FIELDS,
     MASKS,
-    common_vocabulary,
     completion_mask,
     counted_logits,
     next_tokens,
-    perplexities,
 )
-from tasks.losses import (
-    TokenLoss,
-    cross_entropy,
-    find_function,
-    forward_kl,
-    reverse_kl,
-    top1_agreement,
+from tasks.losses import TopTokens
+from tasks.objective import LogitsObjective, aligned
+from tasks.preflight import Preflight, Subject
+from tasks.quality import LENGTH_EDGES, Quality, derive_quality, find_edge_problems
+from tasks.routes import Routes
+from tasks.teacher_cache import (
+    Reading,
+    TeacherCache,
+    find_cache_problems,
+    find_recording_problems,
+    open_checked,
+    parse_options,
+    record,
 )
-from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule
+from tasks.teachers import CachedTeacher, LiveTeacher, Teacher, Teachers, parse_teachers
+from tasks.terms import AnyTerm, LogitsTerm, parse_terms
+from tasks.values import find_role_problems
+from tasks.vocabulary import find_alignment_problems, share_vocabulary
+from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
-CHANCE_MARGIN = 0.1  # nats below ln(V) that a teacher must reach to know anything
-
-
-@dataclass(kw_only=True)
-class Term:
-    """One part of the loss: weight * the mean of `function` over the tokens of the global batch that `mask` counts."""
-
-    function: TokenLoss
-    weight: float = 1.0
-    temperature: float = 1.0
-    mask: str = "completion"
+PLACES = ("device", "host")
 
 
 class DistillTask(TaskModule):
@@ -52,168 +55,350 @@ class DistillTask(TaskModule):
 
     Args:
         student: Name of the trained model.
-        teacher: Name of the frozen model.
-        terms: Name of a term to any of `function` (forward_kl, reverse_kl, cross_entropy or the dotted path of a
-            `TokenLoss`; default: the term's name), `weight`, `temperature` and `mask` (completion: tokens with a
-            label; all: every real token). A term of weight 0 is not computed.
+        teacher: Name of the frozen model, or of several, each with its weight.
+        combine: How several teach, see `Teachers`.
+        routes: With combine=routes: source of an example to its teacher; "*" for all others.
+        keep_teachers: "device", or "host": a replicated teacher's weights are on the device only while it is asked.
+        terms: Name of a term to its function (default: the term's name), `weight`, `mask` and what the function takes,
+            see `tasks.terms`. A term of weight 0 is not computed.
+        fused: Whether logits are made tile by tile from the hidden states: true, false, or "auto": where the heads of
+            all models allow it.
+        cache: Options of the teacher cache; with a path, training reads it.
+        length_edges: Completions of up to so many tokens are scored as a group.
+        preflight: Name of a check before step 1 to whether it runs; those that are not named do.
     """
 
     batch_fields, reads_one_batch = BATCH_FIELDS, True
+    modes = (*TaskModule.modes, "cache_teacher")
+    gap_metrics = MappingProxyType(
+        {"forward_kl": "min", "reverse_kl": "min", "cross_entropy": "min", "top1_agreement": "max"}
+    )
 
     def __init__(
-        self, *, student: str = "student", teacher: str = "teacher", terms: Mapping[str, Mapping[str, Any]]
+        self,
+        *,
+        student: str = "student",
+        teacher: str | Mapping[str, float] = "teacher",
+        combine: str = "distributions",
+        routes: Mapping[str, str] | None = None,
+        keep_teachers: str = "device",
+        terms: Mapping[str, Mapping[str, Any]],
+        fused: bool | str = "auto",
+        cache: Mapping[str, Any] | None = None,
+        length_edges: Sequence[int] = LENGTH_EDGES,
+        preflight: Mapping[str, bool] | None = None,
     ) -> None:
-        if student == teacher:
-            raise ConfigError(f"task.student and task.teacher are both {student!r}; name two models")
-        self.student, self.teacher, self.reference = student, teacher, teacher
-        self.metric_labels = {
+        problems = find_role_problems({"student": student}) + find_edge_problems("task.length_edges", length_edges)
+        with _collected(problems):
+            self.weights = parse_teachers(teacher, combine=combine, routes=routes)
+        with _collected(problems):
+            self.terms: dict[str, AnyTerm] = parse_terms(terms)
+        with _collected(problems):
+            self.cache_options = parse_options(cache)
+        with _collected(problems):
+            self.preflight = Preflight(preflight)
+        if not (fused == "auto" or isinstance(fused, bool)):  # 1 == True
+            problems.append(f"task.fused is {fused!r}; it must be auto, true or false")
+        if keep_teachers not in PLACES:
+            problems.append(f"task.keep_teachers is {keep_teachers!r}; it must be device or host")
+        if not problems and combine == "routes" and any(not isinstance(t, LogitsTerm) for t in self.terms.values()):
+            problems.append("task.combine=routes serves terms on logits only; drop those on inner states")
+        if not problems and student in self.weights:
+            problems.append(f"task.student and task.teacher are both {student!r}; name two models")
+        if problems:
+            raise ConfigError(*problems)
+        self.student, self.combine, self.fused = student, combine, fused
+        self.routes = Routes(routes, teachers=list(self.weights)) if routes else None
+        self.settings = f"terms {dict(terms)}, teachers {self.weights}, {combine}, routes {routes}, fused {fused}"
+        self.keep_teachers, self.length_edges = keep_teachers, tuple(length_edges)
+        self.logits_terms = {name: term for name, term in self.terms.items() if isinstance(term, LogitsTerm)}
+        self.inner = InnerStates({n: term for n, term in self.terms.items() if not isinstance(term, LogitsTerm)})
+        self.owner = "joint" if self.inner.projections else student  # of the loss, which trains a projection as well
+        self.reference = self.first = next(iter(self.weights))
+        self.own_tokens = list(self.weights)  # a teacher may have some tokens that the student lacks
+        self.metric_labels: dict[str, str] = {
             "cross_entropy": "cross-entropy (nats)",
-            "forward_kl": f"KL({teacher}||{student})",
-            "reverse_kl": f"KL({student}||{teacher})",
+            "forward_kl": f"KL({self.reference}||{student})",
+            "reverse_kl": f"KL({student}||{self.reference})",
             "top1_agreement": "top-1 agreement",
+            "ece": "calibration error",
         }
-        self.terms = {name: term for name, term in parse_terms(terms).items() if term.weight > 0}
-        self.vocabulary: int | None = None  # logits that both share; None: all, of models that are not transformers'
+
+    def models_for(self, mode: str, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name in self.weights] if mode == "cache_teacher" else list(names)
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
+        records = stage == "cache_teacher"
+        reads_cache = self.cache_options.path is not None and not records
+        roles = [] if records else [("student", self.student), *(("terms", name) for name in self.inner.projections)]
+        roles += [] if reads_cache else [("teacher", name) for name in self.weights]
         problems = [
             f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}"
-            for role, name in (("student", self.student), ("teacher", self.teacher))
+            for role, name in roles
             if name not in trainable
         ]
-        if stage == "fit" and trainable.get(self.student) is False:
-            problems.append(f"models.{self.student}.trainable=false, but task.student trains it; set it to true")
-        if trainable.get(self.teacher):
-            problems.append(f"models.{self.teacher}.trainable=true, but task.teacher is frozen; set it to false")
+        for name in (self.student, *self.inner.projections):
+            if stage == "fit" and trainable.get(name) is False:
+                problems.append(f"models.{name}.trainable=false, but the task trains it; set it to true")
+        for name in self.weights:
+            if trainable.get(name):
+                problems.append(f"models.{name}.trainable=true, but task.teacher is frozen; set it to false")
+        if records and self.cache_options.path is None:
+            problems.append(
+                "task.cache.path is missing: mode=cache_teacher writes there; give task.cache.path=<folder>"
+            )
+        if records:
+            problems += find_recording_problems(self.cache_options, teacher=self.first)
+        if records and len(self.weights) > 1:
+            problems.append(
+                f"task.teacher names {len(self.weights)} models; a cache is of one: give task.teacher=<name>"
+            )
+        return problems + (self._cache_problems() if reads_cache else [])
+
+    def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
+        problems = (
+            find_alignment_problems(tokenizers, student=self.student, teacher=name)
+            for name in self.weights
+            if name in tokenizers
+        )
+        return [problem for found in problems for problem in found]
+
+    def _cache_problems(self) -> list[str]:
+        problems = find_cache_problems(self.cache_options, self._readings())
+        if len(self.weights) > 1:
+            problems.append(
+                f"task.cache.path is given, but task.teacher names {len(self.weights)} models; a cache is of one"
+            )
+        if self.routes is not None:
+            problems.append("task.cache.path is given, but task.combine=routes needs live teachers; drop one of them")
+        for name, term in self.terms.items():
+            if not isinstance(term, LogitsTerm):
+                problems.append(f"task.terms.{name} compares inner states, which a cache does not hold; drop the term")
+            elif not term.temperature.is_constant:
+                problems.append(f"task.terms.{name}.temperature changes, and a cache has few; give a number")
+            elif not term.takes_top_tokens:
+                problems.append(
+                    f"task.terms.{name}.function is {term.function}, and only the functions of "
+                    "tasks.losses are known to read the top tokens of a cache; take one of them, or a live teacher"
+                )
         return problems
 
-    def setup(self, stage: str) -> None:
-        self._check_teacher()
-        models = [self.models[self.student], self.models[self.teacher]]
-        self.vocabulary = common_vocabulary(models, tokenizer=self.trainer.tokenizer)
-
-    def on_train_start(self) -> None:
-        """Warns of a teacher that has nothing to teach; the first validation has just scored both models."""
-        before, reference = self.trainer.before, self.trainer.reference
-        if not reference or not self.trainer.is_main:
-            return
-        entropy, chance = reference["val/cross_entropy"], math.log(self.vocabulary or 1)
-        if self.vocabulary and not entropy < chance - CHANCE_MARGIN:
-            log.warning(
-                "models.%s knows no more than chance: its cross-entropy is %.2f nats, a uniform guess has %.2f; "
-                "check its weights, and that its tokenizer is the data's",
-                self.teacher,
-                entropy,
-                chance,
+    def _readings(self) -> dict[str, Reading]:
+        """Returns what each term needs of a recorded teacher."""
+        return {
+            name: Reading(
+                mask=term.mask,
+                temperature=term.temperature.start if term.reads_teacher else None,
+                top_k=term.top_k,
             )
-        if before.get("val/cross_entropy") == entropy and before.get("val/top1_agreement") == 1.0:
-            log.warning("models.%s and models.%s predict the same; nothing to distil", self.student, self.teacher)
+            for name, term in self.logits_terms.items()
+        }
+
+    def setup(self, stage: str) -> None:
+        live = [self.models[name] for name in self.weights if name in self.models]
+        for model in live:
+            if any(module.training for module in model.module.modules()):
+                raise ConfigError(
+                    f"models.{model.name} is in training mode, its dropout would be noise; call eval() on it"
+                )
+        models = [self.models[self.student], *live] if self.student in self.models else live
+        self.vocabulary, self.alignment = share_vocabulary(models, self.trainer.tokenizers)
+        if stage == "cache_teacher":
+            return
+        cache = self._open_cache(live)
+        self._check(live)
+        self.taps = self._tap_heads(models if cache is None else models[:1])
+        if self.inner.terms:
+            taps = self.taps[self.student], self.taps[self.first]
+            self.inner.check(*taps, self.models, self.trainer.device)
+        self.teachers = Teachers(
+            members=self._members() if cache is None else {self.first: CachedTeacher(cache)},
+            weights=self.weights,
+            combine=self.combine,
+        )
+        loaders = (self.trainer.train_loader, self.trainer.validation_loader)
+        self.sources, self.validation_sources = (
+            [] if loader is None else list(loader.row_sources) for loader in loaders
+        )
+        if self.routes is not None:
+            self.routes.check(self.sources, self.validation_sources)
+        names, places = ([], []) if loaders[1] is None else loaders[1].source_groups
+        kind = Tensor if cache is None else TopTokens
+        self.reference_name = None if cache is None else cache.key.teacher
+        self.quality = Quality(teacher=kind, sources=names, places=places, edges=self.length_edges)
+
+    def _check(self, live: Sequence[ModelHandle]) -> None:
+        """Refuses what only the models tell."""
+        problems = []
+        for name, term in self.logits_terms.items():
+            if self.alignment is not None and self.alignment.is_one_sided and term.function == "reverse_kl":
+                problems.append(
+                    f"task.terms.{name}: models.{self.student} has tokens that models.{self.first} lacks, and "
+                    "KL(student || teacher) is infinite; use forward_kl, or generalised_jsd"
+                )
+        for model in live:
+            if self.keep_teachers == "host" and model.stage is not None:
+                problems.append(
+                    f"task.keep_teachers=host, but models.{model.name} is sharded; use "
+                    f"plugin@models.{model.name}.plugin=replicate, or leave its weights to offload_param"
+                )
+        for name, term in self.logits_terms.items():
+            if term.top_k is not None and self.vocabulary is not None and term.top_k > self.vocabulary:
+                problems.append(f"task.terms.{name}.top_k={term.top_k}: the models share {self.vocabulary} tokens")
+        if problems:
+            raise ConfigError(*problems)
+        if self.inner.terms:
+            self.inner.find_modules(self.models[self.student], self.models[self.first])
+
+    def _tap_heads(self, models: Sequence[ModelHandle]) -> Mapping[str, HeadTap]:
+        """Returns where the heads of models are read, by name; none where all logits are built at once."""
+        self.is_fused = self.fused is not False
+        if not self.is_fused and not self.inner.terms:
+            return {}
+        taps, problems = tap_heads(models, vocabulary=self.vocabulary, device=self.trainer.device)
+        if problems and self.fused is True:
+            raise ConfigError(*(f"task.fused=true, but {problem}; set task.fused=auto" for problem in problems))
+        if problems and self.inner.terms:
+            raise ConfigError(*(f"task.terms read inner states, but {problem}" for problem in problems))
+        if problems:
+            log.info("the logits of all tokens are built at once: %s", "; ".join(problems))
+        return taps
+
+    def _open_cache(self, live: Sequence[ModelHandle]) -> TeacherCache | None:
+        if self.cache_options.path is None:
+            return None
+        teacher = live[0] if live else None
+        cache = open_checked(self.trainer, self.cache_options, terms=self._readings(), teacher=teacher)
+        self.vocabulary = cache.check_vocabulary(self.vocabulary)
+        for name in ("forward_kl", "reverse_kl"):  # all other tokens count as one
+            self.metric_labels[name] = f"{self.metric_labels[name]}, at least"
+        return cache
+
+    def _members(self) -> dict[str, Teacher]:
+        visits = self.trainer.device if self.keep_teachers == "host" else None
+        return {
+            name: LiveTeacher(
+                self.models[name],
+                tap=self.taps.get(name),
+                vocabulary=self.vocabulary,
+                alignment=self.alignment,
+                visits=visits,
+            )
+            for name in self.weights
+        }
+
+    def cache_teacher(self) -> None:
+        record(self.trainer, self.models[self.first], self.cache_options, vocabulary=self.vocabulary)
+
+    def on_fit_start(self) -> None:
+        """Looks for what is wrong although it would run, before the first validation."""
+        self.preflight.run(
+            Subject(
+                task=self,
+                student=self.student,
+                # One of other token ids is not asked: what is checked are scores of the data's.
+                teachers=[n for n in self.weights if n in self.models] if self.alignment is None else [],
+                masks={term.mask: MASKS[term.mask] for term in self.terms.values()},
+                vocabulary=self.vocabulary,
+                tokenizers=self.trainer.tokenizers,
+                branch=self.settings,
+            )
+        )
+
+    def on_before_backward(self, name: str, loss: Tensor) -> None:
+        self.preflight.on_before_backward(self, name=name, loss=loss)
+
+    def on_before_optimizer_step(self, name: str) -> None:
+        self.preflight.on_before_optimizer_step(self, name=name)
 
     def count_items(self, batch: Batch) -> dict[str, int | Tensor]:
         return {f"{self.student}/{name}": MASKS[term.mask](batch).sum() for name, term in self.terms.items()}
 
     def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
+        step = self.trainer.global_step + 1
         masks = {term.mask: MASKS[term.mask](batch) for term in self.terms.values()}
         counted = functools.reduce(torch.logical_or, masks.values())  # (B, T-1)
-        student, teacher, labels = self._score(batch, counted)
+        scales = {
+            name: term.weight.at(step) * self.trainer.loss_weight(f"{self.student}/{name}")
+            for name, term in self.terms.items()
+        }
+        owners = self._owners(batch, self.sources)
+        with self.teachers.read(batch, counted, paths=self.inner.teacher_paths, owners=owners) as panel:
+            objective = LogitsObjective(
+                terms=self.logits_terms,
+                scales=scales,
+                temperatures={name: term.temperature.at(step) for name, term in self.logits_terms.items()},
+                rows={name: mask[counted] for name, mask in masks.items()} if len(masks) > 1 else {},
+                labels=next_tokens(batch, counted),
+                teacher=panel.at,
+                alignment=self.alignment,
+            )
+            total, sums, states = self._learn(batch, counted, objective, paths=self.inner.student_paths)
+        values = dict(zip(self.logits_terms, sums, strict=True))
+        for name, term in self.inner.terms.items():
+            where: dict[str, Any] = {"batch": batch, "counted": masks[term.mask], "models": self.models}
+            value = self.inner.compare(name, states, panel.states, **where).sum()
+            total, values[name] = total + scales[name] * value, value.detach()
+        metrics: dict[str, Metric] = {
+            f"{self.student}/{name}": (values[name], masks[term.mask].sum()) for name, term in self.terms.items()
+        }
+        return StepOutput(shares={self.owner: total}, metrics=metrics | self._scheduled(step))
 
-        output = StepOutput()
-        for name, term in self.terms.items():
-            rows = masks[term.mask][counted] if len(masks) > 1 else slice(None)
-            values = term.function(student[rows], teacher[rows], labels[rows], temperature=term.temperature)
-            if values.shape != labels[rows].shape:
-                raise ValueError(
-                    f"task.terms.{name}.function returned {tuple(values.shape)}; "
-                    f"it must return one loss per token, {tuple(labels[rows].shape)}"
-                )
-            # The sum of no token is a zero that keeps its graph, and all ranks run the same backward.
-            output.sums[f"{self.student}/{name}"] = term.weight * values.sum()
-            output.metrics[f"{self.student}/{name}"] = (values.detach().sum(), len(values))
-        return output
+    def _scheduled(self, step: int) -> dict[str, Metric]:
+        """Returns the weights and temperatures that change over the run, as they are in this step."""
+        found = {f"{name}_weight": term.weight for name, term in self.terms.items()}
+        found |= {f"{name}_temperature": term.temperature for name, term in self.logits_terms.items()}
+        return {
+            f"{self.student}/{name}": (schedule.at(step), 1.0)
+            for name, schedule in found.items()
+            if not schedule.is_constant
+        }
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
-        student, teacher, labels = self._score(batch, completion_mask(batch))
-        values: dict[str, Tensor | float] = {
-            "cross_entropy": cross_entropy(student, labels).sum(),
-            "forward_kl": forward_kl(student, teacher).sum(),
-            "reverse_kl": reverse_kl(student, teacher).sum(),
-            "top1_agreement": top1_agreement(student, teacher).sum(),
-            "reference/cross_entropy": cross_entropy(teacher, labels).sum(),
-            "reference/forward_kl": 0.0,
-            "reference/reverse_kl": 0.0,
-            "reference/top1_agreement": float(len(labels)),
-        }
-        return {name: (value, len(labels)) for name, value in values.items()}
+        counted = completion_mask(batch)
+        labels, groups = next_tokens(batch, counted), self.quality.groups_of(batch, counted)
+        with self.teachers.read(batch, counted, owners=self._owners(batch, self.validation_sources)) as panel:
+
+            def measure(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+                found = aligned(self.alignment, logits, panel.mixture(rows), labels[rows], temperature=1.0)
+                return logits.new_zeros(()), self.quality.sums(*found, groups[rows])
+
+            _, sums, _ = self._learn(batch, counted, measure)
+            return self.quality.metrics(sums) | panel.recorded()
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        return perplexities(metrics)
+        return derive_quality(metrics)
 
-    def _score(self, batch: Batch, counted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns student and teacher logits, (N, V) in float32, and labels, (N,), of the positions that count.
+    def _learn(
+        self, batch: Batch, counted: Tensor, objective: TileLoss, *, paths: Sequence[str] = ()
+    ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
+        """Returns the student's objective and sums over the N positions that count, and its inner states."""
+        tap = self.taps.get(self.student)
+        if tap is None:
+            logits = counted_logits(self.models[self.student], batch, counted, vocabulary=self.vocabulary)
+            return *objective(logits, slice(0, len(logits))), {}
+        sums: list[Tensor] = []
 
-        The only shift: position t, of T-1, holds the logits after token t and the label of token t+1.
-        """
-        # The teacher first: the student's graph is not there yet.
-        teacher = counted_logits(self.models[self.teacher], batch, counted, vocabulary=self.vocabulary).detach()
-        student = counted_logits(self.models[self.student], batch, counted, vocabulary=self.vocabulary)
-        return student, teacher, next_tokens(batch, counted)
+        def compute(hidden: Tensor, head: Head) -> Tensor:
+            if self.is_fused:
+                total, found = fused_loss(hidden, head, objective)
+            else:
+                total, found = objective(head.logits(hidden), slice(0, len(hidden)))
+            sums.append(found)
+            return total
 
-    def _check_teacher(self) -> None:
-        if any(module.training for module in self.models[self.teacher].module.modules()):
-            raise ConfigError(
-                f"models.{self.teacher} is in training mode, its dropout would be noise; call eval() on it"
-            )
+        output = tap.run(batch, counted, compute, paths=paths)
+        return output["head"], sums[0], output["hidden"]
 
-
-def parse_terms(terms: Mapping[str, Mapping[str, Any]]) -> dict[str, Term]:
-    """Returns the terms, or raises one ConfigError with everything that is wrong in them."""
-    parsed: dict[str, Term] = {}
-    problems: list[str] = []
-    for name, given in terms.items():
-        if not isinstance(given, Mapping):
-            problems.append(f"task.terms.{name} is {given!r}; it must be a mapping such as {{weight: 1.0}}")
-            continue
-        term = {"function": name, **given}
-        found = _term_problems(name, term)
-        problems += found
-        if not found:
-            parsed[name] = Term(**{**term, "function": find_function(term["function"])})
-    if not problems and not any(term.weight > 0 for term in parsed.values()):
-        problems.append("task.terms has no term with a weight above 0; nothing would be trained")
-    if problems:
-        raise ConfigError(*problems)
-    return parsed
+    def _owners(self, batch: Batch, sources: Sequence[str]) -> Tensor | None:
+        """Returns the number of each example's teacher, (B,); None where all teach all."""
+        return None if self.routes is None else self.routes.owners(batch, sources)
 
 
-def _term_problems(name: str, term: Mapping[str, Any]) -> list[str]:
-    problems = []
-
-    def check(is_right: bool, key: str, rule: str) -> None:
-        if not is_right:
-            problems.append(f"task.terms.{name}.{key} is {term[key]!r}; {rule}")
-
-    keys = [field.name for field in fields(Term)]
-    for key in (key for key in term if key not in keys):
-        near = difflib.get_close_matches(str(key), keys, 1)
-        hint = f"did you mean {near[0]}?" if near else f"a term has {', '.join(keys)}"
-        problems.append(f"task.terms.{name}.{key} is no key of a term; {hint}")
+@contextmanager
+def _collected(problems: list[str], *, key: str = "") -> Iterator[None]:
+    """Adds what is refused within it to the problems, so that all are told at once."""
     try:
-        find_function(term["function"])
+        yield
     except ConfigError as error:
-        problems.append(f"task.terms.{name}.function: {error}")
-    if "weight" in term:
-        check(_is_number(term["weight"]) and term["weight"] >= 0, "weight", "it must be a number of at least 0")
-    if "temperature" in term:
-        is_right = _is_number(term["temperature"]) and term["temperature"] > 0
-        check(is_right, "temperature", "it must be a number above 0")
-        if is_right and term["function"] == "cross_entropy":
-            check(term["temperature"] == 1, "temperature", "cross_entropy has none; leave it at 1")
-    if "mask" in term:
-        near = difflib.get_close_matches(str(term["mask"]), MASKS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        check(term["mask"] in tuple(MASKS), "mask", f"{hint}masks are {', '.join(MASKS)}")
-    return problems
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        problems += [f"{key}{problem}" for problem in error.problems]

@@ -1,7 +1,7 @@
 """The distillation task: its update against plain float64 PyTorch, its masks, metrics and refusals."""
 
+import contextlib
 import copy
-import logging
 import math
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from tasks.distill import DistillTask
 from tasks.language import all_mask, completion_mask
+from tests.tasks.tiny_tokenizers import SPECIAL, make_tokenizer
 from trainer.config import ConfigError
 
 VOCABULARY, PAD = 61, 0
@@ -23,15 +24,24 @@ EXAMPLES = [(3, 1), (5, 4), (1, 9), (6, 2), (7, 0), (2, 7)]
 class Handle:
     """What the task sees of a model, without an engine."""
 
+    stage, dtype, has_ended = None, torch.float32, False
+
     def __init__(self, name: str, module: nn.Module, *, trainable: bool) -> None:
         self.name = name
         self.module, self.trainable, self.widths = module.train(trainable), trainable, []
 
-    def __call__(self, **kwargs):
+    def __call__(self, *args, **kwargs):
         with torch.set_grad_enabled(self.trainable and torch.is_grad_enabled()):
-            output = self.module(**kwargs)
-        self.widths.append((output if isinstance(output, Tensor) else output.logits).shape[1])
+            output = self.module(*args, **kwargs)
+        if isinstance(output, Tensor) or "logits" in output:
+            self.widths.append((output if isinstance(output, Tensor) else output.logits).shape[1])
         return output
+
+    def gathered(self, parameters):
+        return contextlib.nullcontext()
+
+    def set_training(self, mode: bool) -> None:
+        self.module.train(mode and self.trainable)
 
 
 def llama(seed: int, *, vocab_size: int = VOCABULARY) -> LlamaForCausalLM:
@@ -55,13 +65,23 @@ def gpt2(seed: int) -> GPT2LMHeadModel:
     )
 
 
-def ready_task(student: nn.Module, teacher: nn.Module, terms: dict, *, tokenizer=None) -> DistillTask:
-    task = DistillTask(terms=terms)
+def ready_task(
+    student: nn.Module, teacher: nn.Module, terms: dict, *, tokenizer=None, teachers_tokenizer=None, **options
+) -> DistillTask:
+    task = DistillTask(terms=terms, **options)
     task.models = {
         "student": Handle("student", student, trainable=True),
         "teacher": Handle("teacher", teacher, trainable=False),
     }
-    task.trainer = SimpleNamespace(tokenizer=tokenizer, is_main=True, before={}, reference={})
+    task.trainer = SimpleNamespace(
+        tokenizer=tokenizer,
+        global_step=0,
+        device=torch.device("cpu"),
+        loss_weight=lambda key: torch.tensor(1.0),
+        train_loader=None,
+        validation_loader=None,
+        tokenizers={"student": tokenizer, "teacher": teachers_tokenizer or tokenizer},
+    )
     task.setup("fit")
     return task
 
@@ -98,9 +118,9 @@ def global_gradient(task: DistillTask, ranks: list[list[dict]]) -> dict[str, Ten
             counts[key] = counts.get(key, 0) + int(count)
     student = task.models["student"].module
     student.zero_grad()
+    task.trainer.loss_weight = lambda key: torch.tensor(len(ranks) / counts[key])
     for batch in (batch for micro_batches in ranks for batch in micro_batches):
-        sums = task.training_step(batch, 0).sums
-        loss = sum(value * len(ranks) / counts[key] for key, value in sums.items())
+        (loss,) = task.training_step(batch, 0).shares.values()
         (loss / len(ranks)).backward()
     return {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
 
@@ -153,10 +173,10 @@ def test_logged_terms_are_unweighted_and_averaged_over_their_own_tokens():
     counts = task.count_items(batch)
 
     assert counts == {"student/kl": sum(n for _, n in EXAMPLES), "student/ce": sum(n + m - 1 for n, m in EXAMPLES)}
-    for key, weight in (("student/kl", 0.7), ("student/ce", 0.3)):
-        total, count = output.metrics[key]
-        assert count == counts[key] and not total.requires_grad
-        assert output.sums[key].item() == pytest.approx(weight * total.item())
+    totals = {key: output.metrics[key] for key in counts}
+    assert all(count == counts[key] and not total.requires_grad for key, (total, count) in totals.items())
+    expected = 0.7 * totals["student/kl"][0] + 0.3 * totals["student/ce"][0]
+    torch.testing.assert_close(output.shares["student"].detach(), expected)
 
 
 def test_a_term_of_weight_zero_costs_nothing_and_is_not_logged():
@@ -220,7 +240,7 @@ def test_packed_rows_score_like_separate_ones(build):
     separate = task.training_step(collate([(first, first), (second, second)]), 0)
     together = task.training_step(packed, 0)
 
-    torch.testing.assert_close(together.sums, separate.sums, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(together.shares, separate.shares, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("build", [llama, gpt2])  # rotary and absolute positions
@@ -234,7 +254,7 @@ def test_padding_on_either_side_changes_nothing(build):
     ]
 
     for output in outputs[1:]:
-        torch.testing.assert_close(output.sums, outputs[0].sums, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output.shares, outputs[0].shares, rtol=1e-5, atol=1e-5)
 
 
 def test_prompt_tokens_do_not_count():
@@ -253,7 +273,7 @@ def test_prompt_tokens_do_not_count():
 
 
 def test_only_positions_that_count_get_logits():
-    task = ready_task(llama(0), llama(1), FORWARD_KL)
+    task = ready_task(llama(0), llama(1), FORWARD_KL, fused=False)
     pairs = examples()
 
     task.training_step(collate([pairs[0], pairs[3]]), 0)  # labels at positions 3, and 6 and 7
@@ -284,18 +304,20 @@ def test_a_model_that_gives_all_logits_gets_the_same_loss(wrapper):
 
     without = ready_task(wrapper(llama(0)), wrapper(llama(1)), TWO_TERMS).training_step(batch, 0)
 
-    torch.testing.assert_close(without.sums, with_columns.sums)
+    torch.testing.assert_close(without.shares, with_columns.shares)
 
 
-def test_no_token_to_learn_gives_a_zero_whose_backward_reaches_every_weight():
-    task = ready_task(llama(0), llama(1), FORWARD_KL)
+@pytest.mark.parametrize("fused", [True, False])
+def test_no_token_to_learn_gives_a_zero_whose_backward_reaches_every_weight(fused):
+    task = ready_task(llama(0), llama(1), FORWARD_KL, fused=fused)
     batch = collate([examples()[4]])
 
     output = task.training_step(batch, 0)
-    output.sums["student/kl"].backward()
+    output.shares["student"].backward()
 
-    assert task.models["student"].widths == [1]  # not an empty product, which some kernels refuse
-    assert output.sums["student/kl"].item() == 0 and output.metrics["student/kl"][1] == 0
+    if not fused:
+        assert task.models["student"].widths == [1]  # not an empty product, which some kernels refuse
+    assert output.shares["student"].item() == 0 and output.metrics["student/kl"][1] == 0
     assert all((parameter.grad == 0).all() for parameter in task.models["student"].module.parameters())
     assert all(count == 0 and value == 0 for value, count in task.validation_step(batch, 0).values())
 
@@ -313,6 +335,52 @@ def test_a_padded_vocabulary_is_cut_to_the_tokens_of_both():
         model(**inputs).logits[:, :-1][mask][:, : VOCABULARY - 1].double().softmax(-1) for model in (student, teacher)
     )
     assert total.item() == pytest.approx((p * (p / q).log()).sum().item(), rel=1e-5) and count > 0
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_tokens_that_both_know_are_compared_under_their_own_ids_and_the_rest_as_one(fused):
+    own, other = (make_tokenizer(("t h", "i n"), special=special) for special in SPECIALS)
+    student, teacher = (llama(seed, vocab_size=len(own.get_vocab())) for seed in (0, 1))
+    terms = {"kl": {"function": "forward_kl", "temperature": 2.0}, "ce": {"function": "cross_entropy"}}
+    task = ready_task(student, teacher, terms, tokenizer=own, teachers_tokenizer=other, fused=fused)
+    known = [(tokens.clamp(min=6, max=50), labels) for tokens, labels in examples()]
+    batch = collate([(tokens, torch.where(labels == -100, labels, tokens)) for tokens, labels in known])
+
+    metrics, scores = task.training_step(batch, 0).metrics, task.validation_step(batch, 0)
+
+    mine, theirs = own.get_vocab(), other.get_vocab()
+    shared = [token for token in mine if token in theirs]
+    to_teacher = torch.tensor([theirs.get(token, 0) for token, _ in sorted(mine.items(), key=lambda pair: pair[1])])
+    mask, attended = completion_mask(batch), batch["attention_mask"]
+    z = student(batch["input_ids"], attention_mask=attended).logits[:, :-1][mask].double()
+    w = teacher(to_teacher[batch["input_ids"]], attention_mask=attended).logits[:, :-1][mask].double()
+
+    def kl(temperature: float) -> float:
+        found = []
+        for logits, ids in ((w, theirs), (z, mine)):
+            probabilities = (logits / temperature).softmax(-1)[:, [ids[token] for token in shared]]
+            found.append(torch.cat([probabilities, 1 - probabilities.sum(-1, keepdim=True)], -1))
+        p, q = found
+        return temperature**2 * float((p * (p / q).log()).sum())
+
+    entropy = -float(z.log_softmax(-1).gather(-1, batch["labels"][:, 1:][mask].unsqueeze(-1)).sum())
+    assert metrics["student/kl"][0].item() == pytest.approx(kl(2.0), rel=1e-5)
+    assert scores["forward_kl"][0] == pytest.approx(kl(1.0), rel=1e-5)
+    assert metrics["student/ce"][0].item() == pytest.approx(entropy, rel=1e-5)
+    assert float(scores["cross_entropy"][0]) == pytest.approx(entropy, rel=1e-5)
+
+
+SPECIALS = ((*SPECIAL, "<mine>"), ("<theirs>", *SPECIAL[::-1]))  # the same tokens under other ids, and one more each
+
+
+def test_tokenizers_that_have_little_in_common_are_refused_with_what_to_do():
+    own, other = make_tokenizer(("t h", "i n")), make_tokenizer(characters="абвгдежзийклмнопрст ")
+    task = DistillTask(terms=FORWARD_KL)
+
+    (problem,) = task.check_tokenizers({"student": own, "teacher": other})
+
+    assert "have different tokenizers" in problem
+    assert "task=distill_sequence" in problem and "task=distill_unaligned" in problem
 
 
 def test_unequal_vocabularies_without_a_tokenizer_are_refused_before_training():
@@ -341,7 +409,9 @@ def test_validation_scores_completions_at_temperature_one_whatever_the_terms():
         "reference/reverse_kl": 0,
         "reference/top1_agreement": len(q),
     }
-    assert metrics == {name: (pytest.approx(float(total), rel=1e-5), len(q)) for name, total in expected.items()}
+    for name, total in expected.items():
+        assert metrics[name] == (pytest.approx(float(total), rel=1e-5), len(q))
+    assert all("by_length/" in name or "_gap_" in name for name in metrics.keys() - expected.keys())
     assert task.reference == "teacher"
 
 
@@ -363,7 +433,8 @@ def squared(student: Tensor, teacher: Tensor, labels: Tensor, *, temperature: fl
 def test_a_users_own_function_is_a_term_by_its_dotted_path():
     batch = collate(examples())
     task = ready_task(llama(0), llama(1), {"mine": {"function": f"{__name__}.squared", "temperature": 3.0}})
-    student, teacher, _ = task._score(batch, completion_mask(batch))
+    inputs, mask = {key: batch[key] for key in ("input_ids", "attention_mask")}, completion_mask(batch)
+    student, teacher = (task.models[name].module(**inputs).logits[:, :-1][mask] for name in ("student", "teacher"))
 
     total, count = task.training_step(batch, 0).metrics["student/mine"]
 
@@ -378,53 +449,12 @@ def test_a_users_function_that_reduces_is_refused_by_name():
         task.training_step(collate(examples()), 0)
 
 
-def test_all_problems_of_all_terms_are_told_at_once():
-    with pytest.raises(ConfigError) as caught:
-        DistillTask(
-            terms={
-                "a": {"function": "foward_kl", "wieght": 1.0},
-                "forward_kl": {"weight": -1, "temperature": 0, "mask": "completions"},
-                "ce": {"function": "cross_entropy", "temperature": 2.0, "weight": "much"},
-                "reverse_kl": 0.5,
-                "nan": {"function": "reverse_kl", "weight": math.nan, "temperature": True},
-            }
-        )
-
-    expected = [
-        "task.terms.a.wieght is no key of a term; did you mean weight?",
-        "task.terms.a.function: 'foward_kl' is no loss function; did you mean forward_kl?",
-        "task.terms.forward_kl.weight is -1; it must be a number of at least 0",
-        "task.terms.forward_kl.temperature is 0; it must be a number above 0",
-        "task.terms.forward_kl.mask is 'completions'; did you mean completion? masks are completion, all",
-        "task.terms.ce.weight is 'much'; it must be a number of at least 0",
-        "task.terms.ce.temperature is 2.0; cross_entropy has none; leave it at 1",
-        "task.terms.reverse_kl is 0.5; it must be a mapping such as {weight: 1.0}",
-        "task.terms.nan.weight is nan; it must be a number of at least 0",
-        "task.terms.nan.temperature is True; it must be a number above 0",
-    ]
-    assert len(caught.value.problems) == len(expected)
-    for problem, start in zip(caught.value.problems, expected, strict=True):
-        assert problem.startswith(start)
-
-
-@pytest.mark.parametrize("terms", [{}, {"forward_kl": {"weight": 0}}])
-def test_a_loss_without_a_term_is_refused(terms):
-    with pytest.raises(ConfigError, match="no term with a weight above 0"):
-        DistillTask(terms=terms)
-
-
-def test_a_terms_function_is_its_name_unless_given():
-    task = DistillTask(terms={"reverse_kl": {}})
-
-    assert task.terms["reverse_kl"].weight == 1.0 and task.terms["reverse_kl"].mask == "completion"
-
-
 def test_wrong_roles_are_refused_by_key_before_models_are_built():
     task = DistillTask(terms=FORWARD_KL)
 
     assert task.check_models({"student": True, "teacher": False}, stage="fit") == []
     assert task.check_models({"student": False, "teacher": True}, stage="fit") == [
-        "models.student.trainable=false, but task.student trains it; set it to true",
+        "models.student.trainable=false, but the task trains it; set it to true",
         "models.teacher.trainable=true, but task.teacher is frozen; set it to false",
     ]
     assert DistillTask(teacher="techer", terms=FORWARD_KL).check_models(
@@ -432,6 +462,94 @@ def test_wrong_roles_are_refused_by_key_before_models_are_built():
     ) == ["task.teacher=techer: models has no techer, only student, teacher"]
     with pytest.raises(ConfigError, match=r"task\.student and task.teacher are both 'model'"):
         DistillTask(student="model", teacher="model", terms=FORWARD_KL)
+
+
+def test_a_wrong_option_is_refused_by_its_key():
+    with pytest.raises(ConfigError) as caught:
+        DistillTask(
+            terms={"forward_kl": {"weight": -1}},
+            fused="yes",
+            keep_teachers="disk",
+            combine="loses",
+            length_edges=[5, 5],
+            cache={"topk": 3},
+            preflight={"mask": False},
+        )
+
+    starts = [
+        "task.length_edges=[5, 5]: must be whole numbers above 0",
+        "task.combine is 'loses'; it must be one of distributions, losses, routes; did you mean losses?",
+        "task.terms.forward_kl.weight is -1; it must be at least 0",
+        "task.cache.topk: there is no such key; did you mean top_k?",
+        "task.preflight.mask is no check; did you mean masks?",
+        "task.fused is 'yes'; it must be auto, true or false",
+        "task.keep_teachers is 'disk'; it must be device or host",
+    ]
+    assert len(caught.value.problems) == len(starts)
+    for problem, start in zip(caught.value.problems, starts, strict=True):
+        assert problem.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"fused": 0}, "task.fused is 0; it must be auto, true or false"),
+        ({"fused": 1}, "task.fused is 1; it must be auto, true or false"),
+        ({"fused": ["auto"]}, "task.fused is ['auto']; it must be auto, true or false"),
+        ({"preflight": False}, "task.preflight is False; it must be a mapping of checks to true or false"),
+        ({"student": ["a"]}, "task.student is ['a']; it must be the name of a model"),
+        ({"teacher": None}, "task.teacher is None; give a model's name"),
+        ({"teacher": ["teacher"]}, "task.teacher is ['teacher']; give a model's name"),
+        ({"teacher": {"a": "x"}}, "task.teacher.a is 'x'; it must be a number above 0"),
+        ({"combine": 3}, "task.combine is 3; it must be one of"),
+        ({"combine": "routes", "routes": "teacher"}, "task.routes is 'teacher'; give the teacher of each source"),
+        ({"keep_teachers": ["host"]}, "task.keep_teachers is ['host']; it must be device or host"),
+        ({"terms": None}, "task.terms is None; it must be a mapping"),
+        ({"terms": {"loss": {"function": "forward_kl"}}}, "task.terms.loss: a metric of this name is there already"),
+        ({"length_edges": 16}, "task.length_edges=16: must be whole numbers"),
+        ({"length_edges": None}, "task.length_edges=None: must be whole numbers"),
+    ],
+)
+def test_a_value_of_another_type_is_one_sentence(options, problem):
+    with pytest.raises(ConfigError) as caught:
+        DistillTask(**{"terms": FORWARD_KL, **options})
+
+    (found,) = caught.value.problems
+    assert found.startswith(problem)
+
+
+class Odd(LlamaForCausalLM):
+    """A family whose forward does something to its logits that no configuration tells."""
+
+    def forward(self, **kwargs):
+        output = super().forward(**kwargs)
+        output.logits = output.logits + 0.1 * output.logits.roll(1, -1)
+        return output
+
+
+def test_a_head_that_is_not_understood_is_left_alone_or_refused(caplog):
+    batch = collate(examples())
+    odd = Odd(llama(0).config)
+    dense = ready_task(copy.deepcopy(odd), llama(1), TWO_TERMS, fused=False).training_step(batch, 0)
+
+    with caplog.at_level("INFO"):
+        left_alone = ready_task(odd, llama(1), TWO_TERMS).training_step(batch, 0)
+
+    assert "the logits of all tokens are built at once: models.student does something unknown" in caplog.text
+    torch.testing.assert_close(left_alone.shares, dense.shares)
+    with pytest.raises(ConfigError, match=r"task\.fused=true, but models\.student does something unknown"):
+        ready_task(odd, llama(1), TWO_TERMS, fused=True)
+
+
+def test_tiles_and_whole_logits_give_the_same_update():
+    ranks = [[collate(examples())]]
+
+    fused, dense = (
+        global_gradient(ready_task(llama(0), llama(1), TWO_TERMS, fused=fused), ranks) for fused in (True, False)
+    )
+
+    for name, gradient in dense.items():
+        torch.testing.assert_close(fused[name], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_a_teacher_in_training_mode_is_refused():
@@ -447,28 +565,3 @@ def test_a_frozen_student_can_be_validated():
     task.models["student"].trainable = False
 
     task.setup("validate")
-
-
-def warnings_of(caplog, before: dict, reference: dict) -> str:
-    task = ready_task(llama(0), llama(1), FORWARD_KL)
-    task.trainer.before, task.trainer.reference = before, reference
-    with caplog.at_level(logging.WARNING):
-        task.on_train_start()
-    return caplog.text
-
-
-def test_a_teacher_no_better_than_chance_is_warned_of_with_the_numbers(caplog):
-    text = warnings_of(caplog, {}, {"val/cross_entropy": 4.05})
-
-    assert "models.teacher knows no more than chance: its cross-entropy is 4.05 nats, a uniform guess has 4.11" in text
-
-
-def test_a_student_equal_to_its_teacher_is_warned_of(caplog):
-    same = {"val/cross_entropy": 1.5, "val/top1_agreement": 1.0}
-
-    assert "models.student and models.teacher predict the same" in warnings_of(caplog, same, same)
-
-
-@pytest.mark.parametrize("reference", [{}, {"val/cross_entropy": 1.5, "val/top1_agreement": 1.0}])
-def test_a_good_teacher_and_a_missing_validation_are_quiet(caplog, reference):
-    assert warnings_of(caplog, {"val/cross_entropy": 2.5, "val/top1_agreement": 0.4}, reference) == ""
