@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.tasks.teacher_cache.cache_runs import write_empty_cache
 from tests.trainer.saved_runs import make_run
 from trainer import arguments
 from trainer.config import ModelConfig, RunConfig
@@ -58,6 +59,7 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir(parents=True)
         (folder / name / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
         save_file({"weight": torch.zeros(1)}, folder / name / "model.safetensors")
+    write_empty_cache(folder / "outputs" / "teacher-cache")
     return folder
 
 
