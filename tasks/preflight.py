@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import logging
 import math
@@ -25,6 +24,7 @@ from trainer import (
     GradientCheck,
     ModelHandle,
     TaskModule,
+    did_you_mean,
     find_rank_differences,
     kept_random_state,
     rank_facts,
@@ -128,9 +128,8 @@ class Preflight:
 
 def _option_problem(name: str, value: Any) -> str | None:
     if name not in CHECKS:
-        near = difflib.get_close_matches(str(name), CHECKS, 1)
-        hint = f"did you mean {near[0]}?" if near else f"checks are {', '.join(CHECKS)}"
-        return f"task.preflight.{name} is no check; {hint}"
+        hint = did_you_mean(str(name), CHECKS) or f"; checks are {', '.join(CHECKS)}"
+        return f"task.preflight.{name} is no check{hint}"
     if not isinstance(value, bool):
         return f"task.preflight.{name} is {value!r}; it must be true or false"
     return None

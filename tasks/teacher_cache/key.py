@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
+from tasks.values import is_number, is_whole
 from tasks.vocabulary import num_ids
 from trainer import ConfigError, ModelHandle, MultiModelTrainer, did_you_mean, digest_fixed, identify_sources
 
@@ -262,11 +262,11 @@ def parse_options(given: Any) -> CacheOptions:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_whole(value) and value >= 1
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
+    return is_number(value) and value > 0
 
 
 def _is_name(value: Any) -> bool:
