@@ -40,7 +40,7 @@ LAYERS = (
     ("trainer.saving.saver",),
     ("trainer.saving.content",),
     ("trainer.step",),
-    ("trainer.routing", "trainer.non_finite", "trainer.preflight"),
+    ("trainer.routing", "trainer.non_finite", "trainer.preflight", "trainer.rollouts"),
     ("trainer.incident",),
     ("trainer.engines", "trainer.plan"),
     ("trainer.specs",),

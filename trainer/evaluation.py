@@ -37,7 +37,7 @@ def evaluate(
     for index, micro in enumerate(islice(trainer.validation_loader, limit_batches)):
         batch = to_device(micro.batch, trainer.device)
         items = checked_counts(trainer.task.count_items(batch))
-        trainer.enter_batch(is_filler=micro.is_filler)
+        trainer.enter_batch(is_filler=micro.is_filler, indices=micro.indices)
         metrics = trainer.task.validation_step(batch, index)
         if not isinstance(metrics, dict):
             raise ValueError(f"validation_step returned {type(metrics).__name__}; return a dict of name to number")

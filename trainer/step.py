@@ -47,7 +47,7 @@ class Step:
             trainer.emit("on_train_batch_start", batch=batch, batch_idx=index)
             for model in self.updating:
                 model.set_boundary(self.window.ends_update(index, model.accumulation))
-            trainer.enter_batch(is_filler=self.window.is_filler[index])
+            trainer.enter_batch(is_filler=self.window.is_filler[index], indices=self.window.indices[index])
             trainer.loss_weight = functools.partial(self._weight_of_sum, index)
             with torch.set_grad_enabled(bool(self.updating)):
                 output = trainer.as_output(trainer.task.training_step(batch, index))

@@ -59,6 +59,7 @@ class TaskModule:
     metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
     # Last part of a metric to "min" or "max": of these the share of the gap to the reference that was closed is told.
     gap_metrics: Mapping[str, str] = MappingProxyType({})
+    passes: int = 1  # global steps that train on each window, which is prepared once: inner epochs over a rollout
     modes: tuple[str, ...] = ("fit", "validate", "export")  # what the task can be run for; those that need no method
     reference_name: str | None = None  # what the reference was built from, where it is none of the run's models
 
@@ -93,6 +94,17 @@ class TaskModule:
     def prepare_batch(self, batch: Batch) -> Batch:
         """Returns the micro-batch to train on; runs without gradient, before items are counted."""
         return batch
+
+    def prepare_window(self, batches: list[Batch], *, is_filler: Sequence[bool]) -> list[Batch]:
+        """Returns the prepared micro-batches of a window, as many; runs after `prepare_batch` on all of them.
+
+        For what needs all of a window, such as advantages that are whitened over it; every rank calls it, with as many
+        micro-batches.
+
+        Args:
+            is_filler: Which of them only keep this rank in step and count for nothing.
+        """
+        return batches
 
     def count_items(self, batch: Batch) -> int | Tensor | dict[str, int | Tensor]:
         """Returns what the loss is a mean of, for all losses or by loss name.

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer import distributed, signals
 from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
 from trainer.config import ConfigError
-from trainer.data.device import to_device
 from trainer.data.identity import identify_sources
-from trainer.data.loader import MicroBatch
 from trainer.data.sources import TrainingData, TrainSources, ValidationSources, find_missing_fields, name_sources
 from trainer.data.tokenizers import find_vocabulary_problem
 from trainer.engines import Engines, Plugin
@@ -27,6 +24,7 @@ from trainer.interruption import heed
 from trainer.loggers.logger import Logger
 from trainer.non_finite import NonFinitePolicy
 from trainer.plan import show_plan
+from trainer.rollouts import Rollouts, Turn
 from trainer.saving.checkpoints import CheckpointPlan, candidates
 from trainer.saving.content import Checkpoint, Whole, choose, give_back, horizon_keys
 from trainer.saving.digests import digest_fixed
@@ -36,7 +34,6 @@ from trainer.specs import ModelSpec, RunFacts
 from trainer.start_weights import build_order
 from trainer.step import Step, weigh_nothing
 from trainer.task import StepOutput, TaskModule, find_role_problems
-from trainer.window import Window
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +91,7 @@ class MultiModelTrainer:
         self.models: dict[str, ModelHandle] = {}
         self.global_step = 0
         self.is_filler = False  # whether the current micro-batch only keeps this rank in step and counts for nothing
+        self.indices: Mapping[str, Sequence[int]] = {}  # which examples it holds, by the set's name; "": the shared
         self.logged: dict[str, Tensor] = {}  # by the task, of the current micro-batch
         self.loss_weight: Callable[[str], Tensor] = weigh_nothing  # within a training step: what a sum is multiplied by
         self.last_losses: dict[str, float] = {}  # "<model>/loss" of the last step that had one
@@ -175,17 +173,16 @@ class MultiModelTrainer:
     def _train(self) -> None:
         self._set_training(True)
         self.emit("on_train_start")
-        assert self.train_loader is not None
-        windows = self.train_loader.windows(self.global_step)
+        turns = self.rollouts.turns(self.global_step)
         with signals.deferred() as self._requests:
             self._validate_if_due()  # where the run that is resumed ended before it did
             while self.global_step < self.last_step and self.stop_reason is None:
-                epoch, index, micro_batches = next(windows)
-                if index == 0:
-                    self.emit("on_train_epoch_start", epoch=epoch)
-                self._train_step(micro_batches)
-                if index == self.train_loader.steps_per_epoch - 1:
-                    self.emit("on_train_epoch_end", epoch=epoch)
+                turn = next(turns)
+                if turn.begins_epoch:
+                    self.emit("on_train_epoch_start", epoch=turn.epoch)
+                self._train_step(turn)
+                if turn.ends_epoch:
+                    self.emit("on_train_epoch_end", epoch=turn.epoch)
                 self._heed_signals()
                 self._validate_if_due()
                 if self.saver is not None and self.saver.is_due(self):
@@ -203,13 +200,13 @@ class MultiModelTrainer:
         if self._requests is not None:
             heed(self._requests, trainer=self, between_steps=between_steps)
 
-    def _train_step(self, micro_batches: list[MicroBatch]) -> None:
+    def _train_step(self, turn: Turn) -> None:
         step = self.global_step + 1
         seed_everything(self.seed, step, self.rank)
         for model in self.trained:
             model.enter_window(step)
         self.emit("on_train_step_start", step=step)
-        reduced = Step(self, self._window(micro_batches)).run()
+        reduced = Step(self, self.rollouts.window(turn)).run()
         self.global_step = step
         metrics = {f"train/{name}": value for name, value in reduced.items()}
         self.emit("on_train_step_end", metrics=metrics)
@@ -218,16 +215,6 @@ class MultiModelTrainer:
             if not self._is_regular_log_step:  # a run that goes on from here takes the line back
                 self._positions_before_extra = self.log_positions()
             self.log_metrics(metrics, step=step)
-
-    def _window(self, micro_batches: list[MicroBatch]) -> Window:
-        batches = []
-        for micro in micro_batches:
-            self.enter_batch(is_filler=micro.is_filler)
-            with torch.no_grad():
-                batches.append(self.task.prepare_batch(to_device(micro.batch, self.device)))
-        indices = [micro.indices for micro in micro_batches]
-        fillers = [micro.is_filler for micro in micro_batches]
-        return Window(self.task, batches, fillers, device=self.device, indices=indices)
 
     def _validate(self) -> dict[str, float]:
         if self.validation_loader is None or self._validated_at == self.global_step:
@@ -280,6 +267,7 @@ class MultiModelTrainer:
         if problems:
             raise ConfigError(*problems)
         self.train_loader, self.validation_loader = self._loaders(self.sources)
+        self.rollouts = Rollouts(self)
         self.max_steps = self._number_of_steps()
         self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)
         run = RunFacts(
@@ -326,7 +314,7 @@ class MultiModelTrainer:
     def _number_of_steps(self) -> int:
         if self.train_loader is None:
             return 1
-        by_epochs = self.max_epochs * self.train_loader.steps_per_epoch if self.max_epochs else None
+        by_epochs = self.max_epochs * self.train_loader.steps_per_epoch * self.task.passes if self.max_epochs else None
         limits = [steps for steps in (self.planned_steps, by_epochs) if steps is not None]
         if not limits:
             raise ConfigError("trainer.max_steps and trainer.max_epochs are both absent; give one of them")
@@ -359,9 +347,9 @@ class MultiModelTrainer:
         """Adds a mean over the current micro-batch's items to the step's metrics."""
         self.logged[name] = value
 
-    def enter_batch(self, *, is_filler: bool) -> None:
+    def enter_batch(self, *, is_filler: bool, indices: Mapping[str, Sequence[int]]) -> None:
         """Says that the task's next calls are about another micro-batch."""
-        self.is_filler = is_filler
+        self.is_filler, self.indices = is_filler, indices
         self.logged.clear()
 
     def log_metrics(self, metrics: Mapping[str, float], *, step: int) -> None:

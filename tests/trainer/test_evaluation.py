@@ -69,7 +69,7 @@ def validated(task: TaskModule, *, batch_size: int, rank: int = 0, world_size: i
     trainer: Any = SimpleNamespace(
         validation_loader=loader, device=torch.device("cpu"), seed=0, rank=rank, task=task, logged={}
     )
-    trainer.enter_batch = lambda *, is_filler: None
+    trainer.enter_batch = lambda **_: None
     return evaluate(trainer, on_batch=None, limit_batches=None)
 
 

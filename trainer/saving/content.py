@@ -102,6 +102,7 @@ def take(trainer: MultiModelTrainer) -> Content:
     }
     own["callbacks"] = pack(states, tensors, name="callbacks")
     own["task"] = pack(trainer.task.state_dict(), tensors, name="task")
+    own["rollout"] = pack(trainer.rollouts.state_dict(), tensors, name="rollout")
     content.texts[f"{rank}.json"] = _dump(own)
     if tensors:
         content.tensors[rank] = (tensors, {})
@@ -212,6 +213,8 @@ def give_back(trainer: MultiModelTrainer, path: Path) -> None:
         own = trainer.rank if ranks == trainer.world_size else 0
         tensors = _tensors(sorted(path.glob(f"rank-{own:05d}-*.safetensors")))
         callbacks, task = (unpack(by_rank[own][part], tensors) for part in ("callbacks", "task"))
+        if ranks == trainer.world_size:
+            trainer.rollouts.load_state_dict(unpack(by_rank[own].get("rollout", {}), tensors))
         trainer.go_on(shared["global_step"], unpack(shared["trainer"], {}))
         _tell_horizon(trainer, shared["max_steps"])
     for name, callback in trainer.callbacks.items():
