@@ -1,11 +1,11 @@
-"""Runs a function on several gloo ranks, each a fresh process."""
+"""Runs a function on several gloo ranks, each a process of its own."""
 
 import gc
 import importlib
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,21 @@ import torch.multiprocessing as mp
 
 from trainer.distributed import loopback_store
 
+# What is slow to import, once for all ranks: each is a fork of a process that did nothing else. None of ours, which
+# that process may find elsewhere. CUDA does not survive a fork.
+IMPORTED = ("torch._dynamo", "deepspeed", "transformers.modeling_utils", "peft")
+METHOD = "spawn" if torch.cuda.is_available() else "forkserver"
+if METHOD == "forkserver":
+    mp.get_context(METHOD).set_forkserver_preload(list(IMPORTED))
+
 
 def run_ranks(
     function: Callable[..., Any], *args: Any, folder: Path, world_size: int, timeout: float = 240
 ) -> list[Any]:
     """Returns [function(*args) on rank 0, on rank 1, ...]; raises with the child's traceback if one fails or hangs."""
     store = loopback_store()  # here, on a port that nobody else can take before the ranks do
-    context = mp.start_processes(
-        _run_one, (function, args, world_size, store.port, folder), nprocs=world_size, join=False, start_method="spawn"
-    )
+    given = (function, args, world_size, store.port, folder, dict(os.environ))
+    context = mp.start_processes(_run_one, given, nprocs=world_size, join=False, start_method=METHOD)
     deadline = time.monotonic() + timeout
     while not context.join(timeout=1):
         if time.monotonic() > deadline:
@@ -33,8 +39,16 @@ def run_ranks(
 
 
 def _run_one(
-    rank: int, function: Callable[..., Any], args: tuple[Any, ...], world_size: int, port: int, folder: Path
+    rank: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    world_size: int,
+    port: int,
+    folder: Path,
+    environment: Mapping[str, str],
 ) -> None:
+    os.environ.clear()  # a fork has that of the first call
+    os.environ.update(environment)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -47,7 +61,7 @@ def _run_one(
         DS_ACCELERATOR="cpu",
     )
     torch.set_num_threads(1)
-    for module in ("torch._dynamo", "deepspeed", "transformers.modeling_utils", "trainer.trainer"):
+    for module in (*IMPORTED, "trainer.trainer"):
         importlib.import_module(module)
     gc.freeze()  # or each model's gc.collect goes through all that was imported, for 0.4 s
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -128,8 +129,9 @@ def read_summary(folder: Path) -> Mapping[str, Any]:
 
 
 def shared_memory() -> set[str]:
-    """Returns what lies in the system's shared memory."""
-    return set(os.listdir("/dev/shm"))
+    """Returns what lies in the system's shared memory, without what processes that live have made: torch_<pid>_..."""
+    found = {name: re.match(r"torch_(\d+)_", name) for name in os.listdir("/dev/shm")}
+    return {name for name, owner in found.items() if owner is None or not psutil.pid_exists(int(owner[1]))}
 
 
 def kill_at_random(

@@ -18,7 +18,7 @@ from tests.trainer.test_trainer import reset_accelerate
 from trainer import Callback, ConfigError, ModelSpec, MultiModelTrainer, TaskModule, TrainingData, distributed
 from trainer.saving.checkpoints import FOLDER, CheckpointPlan, find_all
 from trainer.saving.content import take
-from trainer.saving.digests import digest_fixed
+from trainer.saving.digests import digest_fixed, digest_weights
 
 STEPS, CUT, GLOBAL_BATCH = 10, 4, 12
 OFFLOADED = 10  # is added to a stage whose optimizer, and at stage 3 weights, are kept in the host's memory
@@ -255,6 +255,8 @@ def check_digests() -> dict[str, str | None]:
         trainer.fit(LossTask(regression), models=models, data=TrainingData(train=make_data(), batch_size=4))
         found[name] = digest_fixed(trainer.models["b"])
         found[f"trained {name}"] = digest_fixed(trainer.models["a"])
+        found[f"all of {name}"] = digest_weights(trainer.models["b"])
+        found[f"all trained {name}"] = digest_weights(trainer.models["a"])
         if name == "whole":
             weight = trainer.models["b"].module[0].weight.data
             for change, other in (("one bit", _with_a_bit_flipped(weight)), ("two swapped", weight.flip(0))):

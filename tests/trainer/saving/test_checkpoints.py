@@ -414,7 +414,9 @@ def test_a_killed_process_leaves_whole_checkpoints_only(folder: Path):
     save(folder, 1)
     longest, moments = 4 * (time.monotonic() - began) + 0.02, random.Random(0)
 
-    for _ in range(20):
+    for kills in range(200):
+        if kills >= 20 and steps_in(folder)[0] > 3:
+            break  # on a machine with other work it takes more
         process = multiprocessing.get_context("fork").Process(
             target=save_forever, args=(folder, steps_in(folder)[0] + 1)
         )

@@ -67,6 +67,8 @@ def test_the_digest_of_frozen_weights_is_the_same_sharded_or_not_and_sees_every_
         assert digests["whole"] == digests["sharded"] is not None
         assert len({digests[name] for name in ("whole", "one bit", "two swapped")}) == 3
         assert digests["trained whole"] is None
+        assert digests["all of whole"] == digests["all of sharded"] == digests["whole"]
+        assert digests["all trained whole"] not in (None, digests["whole"])
 
 
 def test_a_longer_run_has_a_longer_schedule(found: dict[str, Any]):
