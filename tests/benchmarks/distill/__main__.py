@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of quality")
     parser.add_argument("--student-steps", type=int, default=200, help="of quality")
     parser.add_argument("--teacher-steps", type=int, default=300, help="of quality")
+    parser.add_argument("--folder", type=Path, help="of quality: where its runs go, and an earlier call left some")
     options = parser.parse_args()
     repeats = 1 if options.quick else options.repeats
     console = Console(width=120)
@@ -45,7 +46,7 @@ def main() -> None:
             for num_ranks in options.ranks:
                 console.print(trainers.compare(num_ranks=num_ranks, **sizes))
     else:
-        folder = Path(tempfile.mkdtemp(prefix="quality-"))
+        folder = options.folder or Path(tempfile.mkdtemp(prefix="quality-"))
         wanted = {"teacher_steps": options.teacher_steps, "student_steps": options.student_steps}
         if options.quick:
             wanted = {"teacher_steps": 2, "student_steps": 2}

@@ -54,15 +54,17 @@ def train_teacher(folder: Path, *, seed: int, num_steps: int) -> Path:
 
 def train_student(folder: Path, teacher: Path, case: str, *, seed: int, num_steps: int) -> tuple[Scores, Scores]:
     """Returns the metrics of a tiny Llama on held-out conversations, before and after its training."""
-    run(
-        *("task=distill", *COMMON, "~callbacks.samples", *CASES[case]),
-        *("model@models.student.build=tiny_llama", "models.student.optimizer.lr=0.003", "models.student.dtype=float32"),
-        *("model@models.teacher.build=causal_lm", f"models.teacher.build.name={teacher}"),
-        *("models.teacher.dtype=float32", "export.enabled=false"),
-        *(f"trainer.max_steps={num_steps}", f"seed={seed}"),
-        folder=folder,
-    )
-    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    end = folder / "summary.json"
+    if not end.exists():  # else an earlier call has come so far
+        run(
+            *("task=distill", *COMMON, "~callbacks.samples", *CASES[case]),
+            *("model@models.student.build=tiny_llama", "models.student.optimizer.lr=0.003"),
+            *("model@models.teacher.build=causal_lm", f"models.teacher.build.name={teacher}"),
+            *("models.student.dtype=float32", "models.teacher.dtype=float32", "export.enabled=false"),
+            *(f"trainer.max_steps={num_steps}", f"seed={seed}"),
+            folder=folder,
+        )
+    summary = json.loads(end.read_text(encoding="utf-8"))
     return summary["before"], summary["after"]
 
 
