@@ -9,8 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
+
+from trainer.config import ConfigError
 
 QUANTIZATIONS = ("int8", "nf4")
+NF4_BLOCK = 64  # weights that share a scale
 
 
 def find_quantization_problems(
@@ -83,3 +87,20 @@ def quantization_config(kind: str, dtype: torch.dtype) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
     )
+
+
+def settle_layout(name: str, module: nn.Module) -> None:
+    """Has 4-bit weights stay as they were loaded, and refuses those that a CPU would read wrongly.
+
+    On a CPU with AVX512-BF16, bitsandbytes lays 4-bit weights out anew in the first forward, which a digest takes for
+    other weights; and its kernels for a CPU take each row to begin a block of scales.
+    """
+    for path, layer in module.named_modules():
+        if type(layer).__name__ != "Linear4bit":
+            continue
+        layer.support_avx512bf16_for_cpu = False
+        if not torch.cuda.is_available() and layer.in_features % NF4_BLOCK:
+            raise ConfigError(
+                f"build.name={name}: quantization=nf4 on a CPU needs layers with a multiple of {NF4_BLOCK} inputs, and "
+                f"{path} has {layer.in_features}; use quantization=int8"
+            )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from tasks.distill import DistillTask
 from tests.tasks.task_runs import llama, shared_data, trained
@@ -36,8 +37,13 @@ NF4 = torch.tensor(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantized") / "large"
-    llama("large").save_pretrained(folder)
+    folder = tmp_path_factory.mktemp("quantized") / "teacher"
+    torch.manual_seed(7)
+    config = llama("large").config
+    # On a CPU 4 bits need inputs of whole blocks.
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 128, 16
+    model: Any = LlamaForCausalLM(config)
+    model.save_pretrained(folder)
     return folder
 
 
@@ -115,6 +121,28 @@ def test_four_bits_are_normal_floats(folder: Path) -> None:
     # The scales themselves are rounded to 8 bits.
     assert (found - block_rounded(weight)).abs().max() < 0.02 * weight.abs().max()
     assert (found - weight).abs().max() > 0.05 * weight.abs().max()
+
+
+@needs_library
+def test_four_bits_stay_as_they_were_loaded(folder: Path) -> None:
+    model = causal_lm(str(folder), dtype=torch.bfloat16, quantization="nf4").eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with torch.no_grad():
+        model(input_ids=torch.arange(8)[None])
+
+    weight: Any = model.model.layers[0].mlp.up_proj.weight
+    assert not getattr(weight.quant_state, "packing_format_for_cpu", False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@needs_library
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU read any size")
+def test_four_bits_that_a_cpu_reads_wrongly_are_refused(tmp_path: Path) -> None:
+    llama("large").save_pretrained(tmp_path)  # of width 48
+
+    with pytest.raises(ConfigError, match=r"a multiple of 64 inputs, and model\.layers\.0\..* has 48"):
+        causal_lm(str(tmp_path), dtype=torch.float32, quantization="nf4")
 
 
 @needs_library
