@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -23,16 +23,18 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 SUFFIXES = (".txt", *BUILDERS)
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_TEXT_COLUMNS = ("text", "prompt", "completion", "chosen", "rejected", "document")
 _BLANK_LINES = re.compile(r"\n\s*\n")
 
 
-def load_rows(source: str, *, split: str = "train") -> list[Row]:
+def load_rows(source: str, *, split: str = "train", prepare: Callable[[Row], Row] | None = None) -> list[Row]:
     """Returns the rows of a file, of an embedded text or of a hub dataset, checked one by one.
 
     Args:
         source: A .txt file (documents between blank lines), .jsonl, .json, .csv or .parquet file,
             `embedded:<name>`, or a hub name `org/name` or `org/name:config`.
         split: Of a hub dataset; a file has no splits.
+        prepare: Makes the rows that are returned, instead of the check for text; see `RowReader`.
     """
     problems = check_source("source", source)
     if problems:
@@ -41,15 +43,15 @@ def load_rows(source: str, *, split: str = "train") -> list[Row]:
         lines = _embedded_files()[source.removeprefix(EMBEDDED)].read_text(encoding="utf-8").splitlines()
         rows: Iterable[Row] = [json.loads(line) for line in lines]
     elif _is_file_name(source):
-        return _load_file(source)
+        return _load_file(source, prepare)
     else:
         rows = _rows_of_hub(source, split=split)
-    return list(_checked(rows, source))
+    return list(_checked(rows, source, prepare))
 
 
-def _load_file(source: str) -> list[Row]:
+def _load_file(source: str, prepare: Callable[[Row], Row] | None) -> list[Row]:
     try:
-        return list(_checked(_rows_of_file(Path(source).expanduser()), source))
+        return list(_checked(_rows_of_file(Path(source).expanduser()), source, prepare))
     except UnicodeDecodeError as error:  # from any reader, some of them only when a row is taken
         raise ConfigError(
             f"{source} is not UTF-8 text: {error.reason} at byte {error.start}; save it as UTF-8"
@@ -157,7 +159,7 @@ def _csv_options(path: Path) -> dict[str, Any]:
     """Returns options that keep text as written: an answer "42" or "None" is no number and no gap."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         columns = next(csv.reader(file), [])
-    texts = [column for column in columns if column in ("text", "prompt", "completion", "document")]
+    texts = [column for column in columns if column in _TEXT_COLUMNS]
     return {"converters": dict.fromkeys(texts, str), "keep_default_na": False, "na_values": [""]}
 
 
@@ -198,18 +200,26 @@ def _quiet_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _checked(rows: Iterable[Row], source: str) -> Iterator[Row]:
+def _checked(rows: Iterable[Row], source: str, prepare: Callable[[Row], Row] | None) -> Iterator[Row]:
     first: Row | None = None
     for index, row in enumerate(rows):
         # `datasets` gives every row every column: what a line did not have is None.
         row = {name: value for name, value in row.items() if value is not None}
         first = first or row
-        problem = find_row_problem(row) or find_format_problem(row, first)
-        if problem:
-            raise ConfigError(f"{source}, {_place(source, index)}: {problem}")
+        try:
+            row = prepare(row) if prepare is not None else _text_row(row, first)
+        except ConfigError as error:
+            raise ConfigError(f"{source}, {_place(source, index)}: {error}") from error
         yield row
     if first is None:
         raise ConfigError(f"{source} holds no rows")
+
+
+def _text_row(row: Row, first: Row) -> Row:
+    problem = find_row_problem(row) or find_format_problem(row, first)
+    if problem:
+        raise ConfigError(problem)
+    return row
 
 
 def _place(source: str, index: int) -> str:

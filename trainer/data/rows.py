@@ -3,6 +3,7 @@
 from typing import Any
 
 Row = dict[str, Any]
+Message = dict[str, Any]
 
 FORMATS = 'expected {"text"}, {"prompt", "completion"} or {"messages": [{"role", "content"}, ...]}'
 
@@ -25,21 +26,30 @@ def has_format(row: Row) -> bool:
 
 
 def prompt_of(row: Row) -> str | None:
-    """Returns what is asked: the prompt or the first user message; None for plain text."""
+    """Returns what is asked: the prompt or the first user message; None for plain text.
+
+    Of a prompt that is messages it is the text of all of them.
+    """
     if is_chat(row):
         return next((message["content"] for message in row["messages"] if message["role"] == "user"), None)
-    return row["prompt"] if is_pair(row) else None
+    if is_text(row) and not is_pair(row):
+        return None
+    prompt = row.get("prompt")
+    if isinstance(prompt, list):
+        return "\n".join(message["content"] for message in prompt)
+    return prompt
 
 
 def find_row_problem(row: Row) -> str | None:
     """Returns what is wrong with the columns whose meaning is fixed; other columns are the task's affair."""
     for name in ("text", "prompt", "completion"):
-        if name in row and not isinstance(row[name], str):
+        is_messages = name == "prompt" and "completion" not in row and isinstance(row.get(name), list)
+        if name in row and not isinstance(row[name], str) and not is_messages:
             return f"expected a string in {name!r}, found {row[name]!r}"
     if "completion" in row and "prompt" not in row:
         return "expected 'prompt' beside 'completion'"
     if is_chat(row):
-        return _find_message_problem(row["messages"])
+        return find_message_problem(row["messages"])
     return None
 
 
@@ -50,9 +60,10 @@ def find_format_problem(row: Row, first: Row) -> str | None:
     return None
 
 
-def _find_message_problem(messages: object) -> str | None:
+def find_message_problem(messages: object, *, name: str = "messages") -> str | None:
+    """Returns what is wrong with a list of messages, found under the name of a column."""
     if not isinstance(messages, list) or not messages:
-        return f"expected a list of messages in 'messages', found {messages!r}"
+        return f"expected a list of messages in {name!r}, found {messages!r}"
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"expected messages of the form {{'role', 'content'}}, found {message!r}"

@@ -42,8 +42,14 @@ def name_sources(shared: TrainingData, own: Mapping[str, TrainingData]) -> dict[
     return ({SHARED: shared} if has_shared or not own else {}) | dict(own)
 
 
-def find_missing_fields(sources: Mapping[str, TrainingData], needed: Sequence[str]) -> list[str]:
-    """Returns what is wrong with batches that lack a field, seen from the first example of each set."""
+def find_missing_fields(
+    sources: Mapping[str, TrainingData], needed: Sequence[str], check: Callable[[Batch, str], list[str]] | None = None
+) -> list[str]:
+    """Returns what is wrong with batches that lack a field, seen from the first example of each set.
+
+    Args:
+        check: (a batch that has them, the key of its set) -> what else is wrong with it.
+    """
     found = []
     for name, source in sources.items():
         for part, dataset in (("train", source.train), ("validation", source.validation)):
@@ -61,6 +67,8 @@ def find_missing_fields(sources: Mapping[str, TrainingData], needed: Sequence[st
                     f"{key}: the task needs '{missing[0]}' in every batch, but these examples give {', '.join(batch)}; "
                     "choose data of the kind that the task is for"
                 )
+            elif check is not None:
+                found += check(dict(batch), key)
     return found
 
 

@@ -2,10 +2,9 @@
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import jinja2
 import numpy as np
@@ -18,12 +17,10 @@ from trainer.config import ConfigError
 from trainer.data.example import Example, Tokens
 from trainer.data.packing import chunk, pack
 from trainer.data.row_sources import name_sources_of_rows, number_sources_of_rows
-from trainer.data.rows import FORMATS, Row, has_format, is_chat, is_pair, prompt_of
+from trainer.data.rows import FORMATS, Message, Row, has_format, is_chat, is_pair, prompt_of
 from trainer.task import IGNORED
 
 log = logging.getLogger(__name__)
-
-Message = dict[str, Any]
 
 _ROWS_AT_ONCE = 1000
 _TELL_EVERY_SECONDS = 5
@@ -106,6 +103,15 @@ def render_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
     return _apply_template([{"role": "user", "content": prompt}], tokenizer, is_open=True)
 
 
+def render_messages(prompt: str | list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the text that a model is to continue of a prompt that is text or messages."""
+    if isinstance(prompt, str):
+        return render_prompt(prompt, tokenizer)
+    if tokenizer.chat_template is None:
+        raise ConfigError("messages need a chat template and the tokenizer has none; give data.tokenizer with one")
+    return _apply_template(prompt, tokenizer, is_open=True)
+
+
 def tokenize_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Iterator[Example]:
     """Yields one example per row, of any length: labels are the answers' tokens, of plain text all tokens."""
     told = time.monotonic()
@@ -115,6 +121,19 @@ def tokenize_rows(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> Iterat
             log.info("tokenised %d of %d rows", start, len(rows))
         numbered = enumerate(rows[start : start + _ROWS_AT_ONCE], start=start + 1)
         yield from _tokenize([_render(row, tokenizer, number=number) for number, row in numbered], tokenizer)
+
+
+def tokenize_answers(
+    exchanges: Iterable[tuple[str | list[Message], str | list[Message]]], tokenizer: PreTrainedTokenizerBase
+) -> list[Example]:
+    """Returns one example per prompt and answer, of any length; of the assistant's turns, the answer's are learnt."""
+    rendered = []
+    for number, (prompt, answer) in enumerate(exchanges, start=1):
+        try:
+            rendered.append(_render_answer(prompt, answer, tokenizer))
+        except ConfigError as error:
+            raise ConfigError(f"row {number}: {error}") from error
+    return list(_tokenize(rendered, tokenizer))
 
 
 @dataclass(kw_only=True)
@@ -137,28 +156,33 @@ def _render_row(row: Row, tokenizer: PreTrainedTokenizerBase) -> _Rendered:
     if not has_format(row):
         raise ConfigError(f"{FORMATS}, found {', '.join(row) or 'nothing'}")
     if is_chat(row):
-        if tokenizer.chat_template is None:
-            raise ConfigError(
-                "'messages' need a chat template and the tokenizer has none; give data.tokenizer with one"
-            )
         # A table gives every message every key of any message; the absent ones are None.
         return _render_chat(
             [{k: v for k, v in message.items() if v is not None} for message in row["messages"]], tokenizer
         )
     if not is_pair(row):
         return _Rendered(text=row["text"], answers=[("", row["text"])], is_templated=False)
-    prompt, completion = row["prompt"], row["completion"]
+    return _render_answer(row["prompt"], row["completion"], tokenizer)
+
+
+def _render_answer(
+    prompt: str | list[Message], answer: str | list[Message], tokenizer: PreTrainedTokenizerBase
+) -> _Rendered:
+    if isinstance(prompt, str) and isinstance(answer, str) and tokenizer.chat_template is None:
+        return _Rendered(text=prompt + answer, answers=[(prompt, prompt + answer)], is_templated=False)
+    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    told = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    return _render_chat([*asked, *told], tokenizer, start=len(asked))
+
+
+def _render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase, *, start: int = 0) -> _Rendered:
+    """Returns a conversation as text; the assistant's turns from `start` on are its answers."""
     if tokenizer.chat_template is None:
-        return _Rendered(text=prompt + completion, answers=[(prompt, prompt + completion)], is_templated=False)
-    question, answer = {"role": "user", "content": prompt}, {"role": "assistant", "content": completion}
-    return _render_chat([question, answer], tokenizer)
-
-
-def _render_chat(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> _Rendered:
+        raise ConfigError("'messages' need a chat template and the tokenizer has none; give data.tokenizer with one")
     text = _apply_template(messages, tokenizer, is_open=False)
     answers: list[tuple[str, str]] = []
     for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or turn < start:
             continue
         before = _apply_template(messages[:turn], tokenizer, is_open=True)
         is_last = turn == len(messages) - 1

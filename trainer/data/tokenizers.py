@@ -43,6 +43,13 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def end_tokens(module: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Returns the ids that end an answer, for the model or for the tokenizer."""
+    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
+    ids = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
+    return {int(token) for token in ids if token is not None}
+
+
 def check_tokenizer(key: str, name: str | None) -> list[str]:
     """Returns the problem of a tokenizer's name, as far as that can be told without the network."""
     if name is None:
