@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,8 @@ from trainer.data import (
     load_tokenizer,
     split_rows,
 )
+from trainer.data.reader import RowReader
+from trainer.data.rows import Row
 from trainer.data.sources import TrainingData
 from trainer.loggers.logger import Logger
 from trainer.models import tokenizer_name
@@ -196,11 +198,13 @@ def build_data(
     """
     read_by = {name: tokenizer for name, tokenizer in tokenizers.items() if name in names}
     tokenizer = build_tokenizer(options, read_by, own_tokens=own_tokens)
-    train, validation = _datasets(cfg, key, options, [name for name in names if name in built], tokenizer)
+    reader: RowReader | None = make(options.rows) if options.rows is not None else None
+    readers = [name for name in names if name in built]
+    train, validation = _datasets(cfg, key, options, readers, tokenizer, reader)
     if options.collate is not None:
         collate = make(options.collate)
     elif tokenizer is not None and not OmegaConf.is_dict(options.train):
-        collate = PaddingCollator(tokenizer.pad_token_id)
+        collate = reader.collator(tokenizer) if reader is not None else PaddingCollator(tokenizer.pad_token_id)
     else:
         collate = default_collate
     return TrainingData(
@@ -214,7 +218,12 @@ def build_data(
 
 
 def _datasets(
-    cfg: DictConfig, key: str, options: DataConfig, names: list[str], tokenizer: PreTrainedTokenizerBase | None
+    cfg: DictConfig,
+    key: str,
+    options: DataConfig,
+    names: list[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    reader: RowReader | None,
 ) -> tuple[Dataset[Any] | None, Dataset[Any] | None]:
     _check_sources(cfg, key, options)
     if OmegaConf.is_dict(options.train):
@@ -225,17 +234,22 @@ def _datasets(
             "a node with _target_ that returns a dataset of tensors"
         )
     log.info("%s.train: %s, read by %s", key, options.train, ", ".join(names))
-    train_rows = load_rows(options.train)
+    load = partial(load_rows, prepare=reader.prepare) if reader is not None else load_rows
+    train_rows = load(options.train)
     if options.validation is None:
         with _naming(f"{key}.train={options.train}"):
             train_rows, validation_rows = split_rows(
                 train_rows, fraction=options.validation_fraction, seed=options.split_seed
             )
     else:
-        train_rows, validation_rows = deduplicate(train_rows), load_rows(options.validation, split="validation")
-    make_dataset = partial(
-        build_text_dataset, tokenizer=tokenizer, block_size=options.block_size, packing=options.packing
-    )
+        train_rows, validation_rows = deduplicate(train_rows), load(options.validation, split="validation")
+    make_dataset: Callable[[list[Row]], Dataset[Any]]
+    if reader is not None:
+        make_dataset = partial(reader.build, tokenizer=tokenizer, block_size=options.block_size)
+    else:
+        make_dataset = partial(
+            build_text_dataset, tokenizer=tokenizer, block_size=options.block_size, packing=options.packing
+        )
     held_out = options.validation or f"a part of {options.train}"
     with _naming(f"{key}.train={options.train}"):
         train = make_dataset(train_rows)

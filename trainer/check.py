@@ -120,7 +120,7 @@ def _check_models(config: Config) -> Iterator[str]:
         yield from _check_window(name, model, config["trainer"]["gradient_accumulation_steps"])
         yield from _check_plan(name, model, config)
         yield from _check_optimizer(name, model)
-    yield from find_name_problems(models)
+    yield from find_name_problems({name: model["trainable"] for name, model in models.items()})
     yield from find_origin_problems({name: model["init_from"] for name, model in models.items()})
     if models and config["mode"] == "fit" and not any(model["trainable"] for model in models.values()):
         first = next(iter(models))
@@ -197,9 +197,12 @@ def _check_data(config: Config) -> list[str]:
                 )
             elif isinstance(source, Mapping) and "_target_" not in source:
                 found.append(f"{key}.{part} has no _target_; name the callable that returns a dataset")
-        collate = data["collate"]
-        if collate is not None and not (isinstance(collate, Mapping) and "_target_" in collate):
-            found.append(f"{key}.collate={collate}: must be a node with _target_, or null")
+        for part in ("rows", "collate"):
+            node = data[part]
+            if node is not None and not (isinstance(node, Mapping) and "_target_" in node):
+                found.append(f"{key}.{part}={node}: must be a node with _target_, or null")
+        if data["rows"] is not None and data["packing"]:
+            found.append(f"{key}.packing=true: only text is packed, and {key}.rows reads other rows; set it to false")
     return found
 
 
@@ -210,6 +213,7 @@ def _all_own(config: Config) -> bool:
 def _check_builds(config: Config) -> list[str]:
     from trainer.adapters import check_folder
     from trainer.models import check_build
+    from trainer.scorers import find_head_problem
 
     found: list[str] = []
     for name, model in config["models"].items():
@@ -219,6 +223,8 @@ def _check_builds(config: Config) -> list[str]:
             own = check_build(key, build)
             if isinstance(source, str):
                 own = own or check_folder(f"{key}.name", source, trainable=model["trainable"])
+            if not own and not model["trainable"] and model["init_from"] is None:
+                own = find_head_problem(key, build)
             found += own
     return found
 
@@ -230,6 +236,7 @@ def _check_adapters(config: Config, found: list[str]) -> list[str]:
     from trainer.adapters import check_fit, check_lora
     from trainer.models import empty_model
     from trainer.plugins import read_plugin, stage_of
+    from trainer.scorers import find_adapter_problem
 
     problems: list[str] = []
     for name, model in adapted.items():
@@ -244,6 +251,7 @@ def _check_adapters(config: Config, found: list[str]) -> list[str]:
                 f"model@{key}.build=causal_lm, or export.enabled=false"
             )
         if not own and not any(problem.startswith(f"{key}.build") for problem in found):
+            own += find_adapter_problem(key, model["build"], model["lora"])
             empty = empty_model(model["build"])
             own += check_fit(f"{key}.lora", model["lora"], empty, stage=stage) if empty is not None else []
         problems += own

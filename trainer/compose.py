@@ -25,6 +25,7 @@ from trainer.conf_groups import compose_groups, group_of, is_group, key_of, spel
 from trainer.conf_values import compose_values, open_free_key, unresolvable, untyped_keys
 from trainer.config import register_schema
 from trainer.saved import SAVED, node_of, propose_folder, show
+from trainer.start_weights import build_order
 from trainer.words import did_you_mean
 
 if TYPE_CHECKING:
@@ -260,8 +261,18 @@ def _composed(request: Request, cfg: DictConfig, *, good: list[str], problems: l
     plain = cfg.copy()
     OmegaConf.set_struct(plain, False)
     del plain["hydra"]
+    _inherit_builds(plain)
     OmegaConf.set_struct(plain, True)
     return Composition(cfg=plain, hydra=cfg, overrides=good, problems=problems, rejected=_rejected(request, good))
+
+
+def _inherit_builds(cfg: DictConfig) -> None:
+    """Gives a model without a build that of the model whose start weights it takes."""
+    origins = {str(name): model.init_from for name, model in cfg.models.items()}
+    for name in build_order(origins):
+        origin = origins[name]
+        if origin in origins and not cfg.models[name].build:
+            cfg.models[name].build = cfg.models[origin].build.copy()
 
 
 def _rejected(request: Request, good: list[str]) -> list[str]:

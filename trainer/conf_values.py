@@ -6,7 +6,12 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+)
 
 from trainer.conf_files import NULL_ERRORS, try_compose
 from trainer.conf_groups import all_groups
@@ -16,7 +21,7 @@ from trainer.words import did_you_mean, first_line, names_below
 # Where a key that the YAML does not list may be set without `+`; check.py holds it against the target's signature.
 _FREE = re.compile(
     r"((?P<root>models\.[^.=]+)\.(build|plugin|optimizer|scheduler|lora)|(?P<node>(callbacks|logger)\.[^.=]+)|"
-    r"(?P<task>task)|(?P<data>(models\.[^.=]+\.)?data)\.(train|validation|collate))(\.|=\{)"
+    r"(?P<task>task)|(?P<data>(models\.[^.=]+\.)?data)\.(train|validation|rows|collate))(\.|=\{)"
 )
 
 
@@ -59,11 +64,22 @@ def _value_problem(line: str, error: Exception, cfg: DictConfig) -> str:
     cause = error.__cause__ or error
     known = [*names_below(cfg), *all_groups()]
     if isinstance(cause, ConfigAttributeError | ConfigKeyError):
-        return f"{written}: there is no such key{did_you_mean(key, known)}"
+        return f"{written}: there is no such key{did_you_mean(key, known)}{_new_model_text(key, cfg)}"
     if isinstance(cause, NULL_ERRORS):
         return f"{written}: {_null_text(key, cfg)}"
     hint = did_you_mean(key, known) if OmegaConf.select(cfg, key, default=None) is None and key not in known else ""
     return f"{written}: {first_line(cause)}{hint}"
+
+
+def _new_model_text(key: str, cfg: DictConfig) -> str:
+    """Returns how a model that the configuration does not have is added, where the key is one of such a model."""
+    root, _, rest = key.partition(".")
+    name = rest.partition(".")[0]
+    models = list(cfg.models)
+    if root != "models" or not rest or name in models:
+        return ""
+    added = f"+model@models.{name}.build=<model> +plugin@models.{name}.plugin=<plugin>"
+    return f"; the models are {', '.join(models)}, and another one is added by {added}"
 
 
 def _null_text(key: str, cfg: DictConfig) -> str:
@@ -87,11 +103,17 @@ def untyped_keys(cfg: DictConfig) -> Iterator[str]:
 
 
 def unresolvable(cfg: DictConfig) -> Iterator[str]:
-    """Yields the references that lead nowhere."""
+    """Yields the references that lead nowhere, and each value that is missing where they lead, once."""
+    missing: set[str] = set()
     for name, parent, key in nodes(cfg):
         if OmegaConf.is_interpolation(parent, key):
             try:
                 parent[key]
+            except InterpolationToMissingValueError as error:
+                absent = first_line(error).rpartition(": ")[2]
+                if absent not in missing:
+                    missing.add(absent)
+                    yield f"{absent} is missing; give it: {absent}=..."
             except OmegaConfBaseException as error:
                 yield f"{name}={node_of(parent, key)._value()}: {first_line(error)}"
 

@@ -1,11 +1,11 @@
 """The typed schema of a run's configuration, and the error that a wrong one raises."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+from omegaconf import MISSING, OmegaConf
 
 NON_FINITE = ("stop", "skip")  # what trainer.non_finite may be
 
@@ -18,12 +18,16 @@ class ConfigError(ValueError):
         self.problems = list(problems)
 
 
-def find_name_problems(names: Iterable[str]) -> list[str]:
-    """Returns what is wrong with the names of models: they stand in keys of losses and metrics."""
+def find_name_problems(names: Mapping[str, bool]) -> list[str]:
+    """Returns what is wrong with the names of models: they stand in keys of losses and metrics.
+
+    Args:
+        names: Name to whether it is trained: "reference" is that of a frozen model whose metrics stand beside others'.
+    """
     problems = [
         f"models.{name}: this name means something else in losses and metrics; choose another"
-        for name in names
-        if name in ("joint", "reference")
+        for name, is_trained in names.items()
+        if name == "joint" or (name == "reference" and is_trained)
     ]
     return problems + [
         f"models.{name}: a model's name is made of letters, digits, '_' and '-'; choose another"
@@ -41,6 +45,7 @@ class DataConfig:
     validation_fraction: float = 0.1
     split_seed: int = 0  # of that split; runs of other seeds are scored on the same rows
     tokenizer: str | None = None  # folder or hub name; absent: that of the first model that has one
+    rows: Any = None  # a node with _target_ that makes examples of rows; absent: text for language models
     collate: Any = None  # a node with _target_; absent: padding for text, else torch's
     batch_size: int = 8  # micro-batch per rank
     block_size: int = 512  # tokens; longer examples are cut
@@ -65,7 +70,7 @@ class ModelConfig:
     update_every: int = 1  # its losses count in every so many global steps only
     start_step: int | None = None  # the first of them; absent: update_every
     freeze_after: int | None = None  # the last step that may update it; absent: no end
-    init_from: str | None = None  # the model whose start weights it takes; absent: those of its own build
+    init_from: str | None = None  # the model whose start weights it takes, and its build where it has none
     data: DataConfig | None = None  # examples of its own; absent: the shared ones
 
 
@@ -135,7 +140,16 @@ class RunConfig:
 
 
 def register_schema() -> None:
-    """Makes `run_schema` known to Hydra's defaults lists."""
+    """Makes `run_schema` known to Hydra's defaults lists, and `${only_of:...}` to configurations."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="run_schema", node=RunConfig)
+    OmegaConf.register_new_resolver("only_of", only_of, replace=True)
+
+
+def only_of(build: Mapping[str, Any] | None, name: str, value: list[Any]) -> list[Any]:
+    """Returns a list that is meant for the model of one name, and an empty one where another is built.
+
+    A preset's globs of one model's layers would match others of any other model, without a word.
+    """
+    return value if build is not None and build.get("name") == name else []

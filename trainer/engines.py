@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
@@ -74,6 +75,7 @@ class Engines:
             if uses_engine(config)
         }
         self.accelerator, self.timeout_seconds = _accelerator(self.plugins, timeout_seconds), timeout_seconds
+        self._seen: dict[str, Config] = {}  # the configurations that transformers' views of the plugins are of
 
     @contextmanager
     def selected(self, name: str) -> Iterator[None]:
@@ -82,7 +84,7 @@ class Engines:
 
         before = next((key for key, plugin in self.plugins.items() if plugin.selected), None)
         if name in self.plugins:
-            self.accelerator.state.select_deepspeed_plugin(name)
+            self._select(name)
         else:
             # or transformers would shard a model that has no engine
             unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]
@@ -90,16 +92,32 @@ class Engines:
             yield
         finally:
             if before is not None:
-                self.accelerator.state.select_deepspeed_plugin(before)
+                self._select(before)
+
+    def _select(self, name: str) -> None:
+        """Does what `select_deepspeed_plugin` does, but makes transformers' view of a plugin only when it has changed.
+
+        To make one, versions of packages are read from files, which takes milliseconds; hooks select several times a
+        step.
+        """
+        from transformers.integrations.deepspeed import set_hf_deepspeed_config
+
+        plugin = self.plugins[name]
+        if self._seen.get(name) != plugin.deepspeed_config:
+            self.accelerator.state.select_deepspeed_plugin(name)
+            self._seen[name] = copy.deepcopy(plugin.deepspeed_config)
+            return
+        for other in self.plugins.values():
+            other._set_selected(other is plugin)
+        set_hf_deepspeed_config(plugin.dschf)  # type: ignore[no-untyped-call]
 
     def check(self, models: Mapping[str, ModelSpec], run: RunFacts) -> list[str]:
         """Returns every problem of the models and their plugins, before any of them is built."""
         unpaired = set(models) ^ set(self.configs)
         places = {True: "plugin; add it to MultiModelTrainer(plugins=...)", False: "model; add it to fit(models=...)"}
         problems = [f"'{name}' has no {places[name in models]}" for name in sorted(unpaired)]
-        problems += find_name_problems(models) + find_origin_problems(
-            {name: spec.init_from for name, spec in models.items()}
-        )
+        problems += find_name_problems({name: spec.trainable for name, spec in models.items()})
+        problems += find_origin_problems({name: spec.init_from for name, spec in models.items()})
         kinds = {name: quantization_of(spec) for name, spec in models.items()}
         for name in (name for name in models if name not in unpaired):
             problems += self._check_model(name, models[name], run)
@@ -361,9 +379,9 @@ def _build(
         raise ConfigError(f"models.{name}.build must return a torch.nn.Module, but returned {type(module).__name__}")
     if spec.trainable:
         if spec.freeze:
-            from trainer.models import freeze
+            from trainer.freezing import freeze
 
-            freeze(module, spec.freeze)
+            freeze(module, spec.freeze, key=f"models.{name}.freeze")
         if not any(parameter.requires_grad for parameter in module.parameters()):
             raise ConfigError(f"models.{name} is trainable, but none of its parameters requires a gradient")
         return module.train()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import distributed
 from trainer.discard import discard_gradients
+from trainer.gathering import fits_whole, forget_order, whole_weights
 from trainer.plugins import Config, stage_of
 from trainer.updates import UpdatePlan
 
@@ -91,24 +92,29 @@ class ModelHandle:
         if self.is_updating and self.on_gradient is not None:
             self.on_gradient(self.name)
 
-    def generate(self, **kwargs: Any) -> Tensor:
-        """Returns token ids, (B, T), as transformers' `generate`, in evaluation mode; every rank must call it."""
-        # Ranks that stop early must go on helping the others to gather sharded weights.
-        synced = self.stage == 3 and distributed.world_size() > 1
+    def generate(self, *, gather: Literal["auto"] | bool = "auto", **kwargs: Any) -> Tensor:
+        """Returns token ids, (B, T), as transformers' `generate`, in evaluation mode; every rank must call it.
+
+        Args:
+            gather: Whether the weights of a ZeRO-3 model are gathered once for the whole call, or layer by layer for
+                each token; "auto": once where all ranks have the memory. Other models have them whole.
+            kwargs: Of `generate`.
+        """
+        is_sharded, is_whole = self.stage == 3, gather is True
+        if is_sharded and gather == "auto":
+            is_whole = fits_whole(self.module, device=self.device)
+        whole = whole_weights(self.engine, self.module) if is_sharded and is_whole else nullcontext()
+        # Layer by layer, ranks that stop early must go on helping the others.
+        synced = is_sharded and not is_whole and distributed.world_size() > 1
         was_training = self.module.training
         self.module.eval()
         try:
-            with self.selected(), torch.no_grad():
+            with self.selected(), torch.no_grad(), whole:
                 return self.module.generate(synced_gpus=synced, **kwargs)  # type: ignore[operator,no-any-return]
         finally:
+            if is_sharded and not is_whole:
+                forget_order(self.engine)
             self.set_training(was_training)
-
-    def gathered(self, parameters: Iterable[nn.Parameter]) -> AbstractContextManager[None]:
-        """Returns a context in which these of its weights are whole, to be read only; every rank must enter it."""
-        from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-
-        context: AbstractContextManager[None] = GatheredParameters([p for p in parameters if is_sharded(p)])
-        return context
 
     @contextmanager
     def resident(self, device: torch.device) -> Iterator[None]:
@@ -222,6 +228,13 @@ class ModelHandle:
     def dtype(self) -> torch.dtype:
         """The data type of the weights that the forward uses."""
         return next((p.dtype for p in self.module.parameters() if p.is_floating_point()), torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes; the weights themselves may be offloaded."""
+        if self.config is None:
+            return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        return self.engine.device  # type: ignore[return-value]
 
     @property
     def num_parameters(self) -> int:

@@ -35,6 +35,7 @@ choices of one model
   data@models.<name>.data=<data>                 examples of its own; default: the shared ones
   plugin@models.<name>.plugin=file models.<name>.plugin.path=ds_config.json
   models.<name>.{build,plugin,optimizer,scheduler}.<any key>=...   checked against what the object takes
+  models.<name>.lora.{r,target_modules,<any key>}=...   trains adapters; the keys are those of peft's LoraConfig
   task.<key>=...   task.terms.<term>.{function,weight,temperature,mask}=...   callbacks.<name>.<key>=...
   logger=null, callbacks=null: none. A value that contains = or , needs quotes: data.train='"a,b.txt"'
 """

@@ -1,7 +1,6 @@
 """Builders of models that `models.<name>.build` names, and the checks of such a node before anything is allocated."""
 
 import difflib
-import fnmatch
 import importlib.util
 import json
 import logging
@@ -25,18 +24,25 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from trainer import assets
 from trainer.config import ConfigError
 from trainer.heartbeat import sign_of_life
-from trainer.quantization import quantization_config
+from trainer.quantization import quantization_config, settle_layout
 
 log = logging.getLogger("trainer.models")
 
 Loaded = TypeVar("Loaded")
 
-_CAUSAL_LM = "trainer.models.causal_lm"
-_FROM_CONFIG = "trainer.models.causal_lm_from_config"
-_PRETRAINED = (_CAUSAL_LM, "trainer.encoders.encoder")
-_FROM_CONFIGS = {  # each with what it builds, and the configs that transformers has for that
-    _FROM_CONFIG: ("language model", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
-    "trainer.encoders.encoder_from_config": ("model", transformers.MODEL_MAPPING),
+_SEQUENCES, _TOKENS = transformers.AutoModelForSequenceClassification, transformers.AutoModelForTokenClassification
+_PRETRAINED = {  # each with the class that makes the model
+    "trainer.models.causal_lm": AutoModelForCausalLM,
+    "trainer.encoders.encoder": AutoModel,
+    "trainer.scorers.sequence_scorer": _SEQUENCES,
+    "trainer.scorers.token_scorer": _TOKENS,
+}
+_FROM_CONFIGS = {f"{target}_from_config": kind for target, kind in _PRETRAINED.items()}
+_KNOWN = {  # what each class makes, and the configs that transformers has for that
+    AutoModelForCausalLM: ("language model", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
+    AutoModel: ("model", transformers.MODEL_MAPPING),
+    _SEQUENCES: ("model with a score per text", transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
+    _TOKENS: ("model with a score per token", transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
 }
 _LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, SafetensorError, UnpicklingError)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -100,8 +106,42 @@ def load_pretrained(
     quantization: str | None = None,
 ) -> PreTrainedModel:
     """Returns the model of a name that one of transformers' Auto classes makes, from disk where it is there."""
+    model, loading = load_reported(
+        kind,
+        name,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+    )
+    tell_loading(name, loading)
+    if quantization is not None:
+        settle_layout(name, model)
+    return set_checkpointing(model, gradient_checkpointing)
+
+
+def load_reported(
+    kind: type[_BaseAutoModelClass],
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    trust_remote_code: bool,
+    quantization: str | None = None,
+    adapt: Callable[[PretrainedConfig], None] | None = None,
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Returns the same, and which weights the checkpoint did not give; see `tell_loading`.
+
+    Args:
+        adapt: Changes the config before the model is made.
+    """
     source = _local_source(name)
-    options = {"quantization_config": quantization_config(quantization, dtype)} if quantization is not None else {}
+    options: dict[str, Any] = {}
+    if quantization is not None:
+        options["quantization_config"] = quantization_config(quantization, dtype)
+    if adapt is not None:
+        options["config"] = load_config(name, key="name", trust_remote_code=trust_remote_code)
+        adapt(options["config"])
 
     def load(local_files_only: bool) -> tuple[PreTrainedModel, dict[str, Any]]:
         loaded: Any = kind.from_pretrained(
@@ -117,11 +157,9 @@ def load_pretrained(
 
     try:
         with sign_of_life(f"loading {name}"):
-            model, loading = _load(source, load)
+            return _load(source, load)
     except _LOAD_ERRORS as error:
         raise ConfigError(f"build.name={name}: {_why_not_loaded(source, error)}") from error
-    _tell_loading(name, loading)
-    return _set_checkpointing(model, gradient_checkpointing)
 
 
 def build_from_config(
@@ -131,14 +169,17 @@ def build_from_config(
     dtype: torch.dtype,
     attn_implementation: str,
     gradient_checkpointing: bool,
+    adapt: Callable[[PretrainedConfig], None] | None = None,
 ) -> PreTrainedModel:
     """Returns the model, with random start weights, that one of transformers' Auto classes makes of a config."""
-    settings = _load_config(_local_source(config)) if isinstance(config, str) else AutoConfig.for_model(**dict(config))
+    settings = load_config(config) if isinstance(config, str) else AutoConfig.for_model(**dict(config))
+    if adapt is not None:
+        adapt(settings)
     with _quiet():
         model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation=attn_implementation
         )
-    return _set_checkpointing(model, gradient_checkpointing)
+    return set_checkpointing(model, gradient_checkpointing)
 
 
 def tokenizer_name(build: Mapping[str, Any]) -> str | None:
@@ -166,7 +207,7 @@ def check_build(key: str, build: Mapping[str, Any]) -> list[str]:
             f"{key}.name", name, trust_remote_code=build.get("trust_remote_code", False)
         ) or _check_weights(f"{key}.name", str(name))
     if target in _FROM_CONFIGS and isinstance(build.get("config"), Mapping):
-        what, known = _FROM_CONFIGS[target]
+        what, known = _KNOWN[_FROM_CONFIGS[target]]
         return _check_settings(f"{key}.config", build["config"], what=what, known=known)
     if target in _FROM_CONFIGS:
         return _check_name(f"{key}.config", build.get("config"), trust_remote_code=False)
@@ -175,12 +216,12 @@ def check_build(key: str, build: Mapping[str, Any]) -> list[str]:
 
 def empty_model(build: Mapping[str, Any]) -> nn.Module | None:
     """Returns the transformers model of a build node without its weights; None where only building it tells."""
-    target = build.get("_target_")
+    target = str(build.get("_target_"))
     source = build.get("name") if target in _PRETRAINED else build.get("config") if target in _FROM_CONFIGS else None
     if source is None or str(source).startswith(assets.PREFIX) or str(source).endswith(".gguf"):
         return None
     remote = bool(build.get("trust_remote_code", False))
-    kind = AutoModelForCausalLM if target in (_CAUSAL_LM, _FROM_CONFIG) else AutoModel
+    kind = {**_PRETRAINED, **_FROM_CONFIGS}[target]
     try:
         if isinstance(source, str):
             place = _local_source(source)
@@ -194,31 +235,6 @@ def empty_model(build: Mapping[str, Any]) -> nn.Module | None:
     return model
 
 
-def freeze(module: nn.Module, patterns: list[str]) -> list[str]:
-    """Takes the parameters whose name matches a glob out of training and returns their names."""
-    # With duplicates: of tied weights, such as lm_head and the embedding, either name may be meant.
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    problems, frozen = [], []
-    for pattern in patterns:
-        matching = [name for name in parameters if fnmatch.fnmatchcase(name, pattern)]
-        if not matching:
-            problems.append(_unmatched(pattern, parameters))
-        frozen += [name for name in matching if name not in frozen]
-    if problems:
-        raise ConfigError(*problems)
-    for name in frozen:
-        parameters[name].requires_grad_(False)
-    return frozen
-
-
-def _unmatched(pattern: str, parameters: Iterable[str]) -> str:
-    """Returns the problem of a pattern without a parameter, with the nearest names, each layer's once."""
-    by_shape = {re.sub(r"\.\d+\.", ".*.", name): name for name in reversed(list(parameters))}
-    nearest = difflib.get_close_matches(re.sub(r"\.\d+\.", ".*.", pattern), by_shape, n=3, cutoff=0.0)
-    found = ", ".join(by_shape[shape] for shape in nearest)
-    return f"freeze: {pattern!r} matches no parameter; nearest: {found}"
-
-
 def _local_source(name: str) -> str:
     """Returns the folder that stands for an embedded asset or a .gguf file; another name as it is."""
     if name.startswith(assets.PREFIX):
@@ -228,11 +244,13 @@ def _local_source(name: str) -> str:
     return str(Path(name).expanduser()) if name.startswith("~") else name
 
 
-def _load_config(source: str) -> PretrainedConfig:
+def load_config(name: str, *, key: str = "config", trust_remote_code: bool = False) -> PretrainedConfig:
+    """Returns the config of a name that leads to a model; `key` is where the name stands."""
+    source = _local_source(name)
     try:
-        return _load(source, partial(_auto_config, source, trust_remote_code=False))
+        return _load(source, partial(_auto_config, source, trust_remote_code=trust_remote_code))
     except _LOAD_ERRORS as error:
-        raise ConfigError(f"build.config={source}: {_why_not_loaded(source, error)}") from error
+        raise ConfigError(f"build.{key}={name}: {_why_not_loaded(source, error)}") from error
 
 
 def _auto_config(source: str, local_files_only: bool, *, trust_remote_code: bool) -> PretrainedConfig:
@@ -265,7 +283,8 @@ def _ask_hub(name: str) -> None:
         raise OSError(_first_line(error)) from error
 
 
-def _set_checkpointing(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
+def set_checkpointing(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
+    """Returns the model, which keeps no activations where that is wanted, and computes them again."""
     if wanted:
         with _quiet():
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[no-untyped-call]
@@ -273,7 +292,7 @@ def _set_checkpointing(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
     return model
 
 
-def _tell_loading(name: str, loading: dict[str, Any]) -> None:
+def tell_loading(name: str, loading: Mapping[str, Any]) -> None:
     """Says which weights the checkpoint did not give; the library's own report of it is long and comes with others."""
     for kind, meaning in (
         ("missing_keys", "are not in the checkpoint and start at random"),

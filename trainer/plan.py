@@ -21,17 +21,18 @@ FIELDS = (
 )  # fmt: skip
 
 
-def show_plan(trainer: MultiModelTrainer, *, batch_size: int) -> None:
+def show_plan(trainer: MultiModelTrainer, *, batch_size: int, trains: bool) -> None:
     """Prints the plan, and saves it as plan.txt where the run has a folder."""
-    table = plan_table(trainer, batch_size=batch_size)
+    table = plan_table(trainer, batch_size=batch_size, trains=trains)
     rich.print(table)
     if trainer.folder is not None:
         (trainer.folder / "plan.txt").write_text(plan_text(table), encoding="utf-8")
 
 
-def plan_table(trainer: MultiModelTrainer, *, batch_size: int) -> Table:
+def plan_table(trainer: MultiModelTrainer, *, batch_size: int, trains: bool = True) -> Table:
     """Returns one column per model; its share is the memory of this rank's part of the weights."""
-    table = Table(title=f"{trainer.max_steps} steps on {_ranks(trainer.world_size)}, {trainer.device.type}")
+    length = f"{trainer.max_steps} steps" if trains else "no training"
+    table = Table(title=f"{length} on {_ranks(trainer.world_size)}, {trainer.device.type}")
     table.add_column("plan")
     for name in trainer.models:
         table.add_column(name)

@@ -65,10 +65,16 @@ def run_checks(checks: Mapping[str, Callable[[], Finding]]) -> None:
             log.info("preflight: %s: %s", name, finding.fact)
         for warning in finding.warnings if distributed.is_main() else ():
             log.warning("preflight: %s: %s", name, warning)
-        found = merge(distributed.gather(finding.problems))
-        problems += [f"preflight: {problem} (task.preflight.{name}=false skips this check)" for problem in found]
-    if problems:
-        raise ConfigError(*problems)
+        own = finding.problems
+        problems += [f"preflight: {problem} (task.preflight.{name}=false skips this check)" for problem in own]
+    refuse_together(problems)
+
+
+def refuse_together(problems: Sequence[str]) -> None:
+    """Raises one ConfigError on every rank with the problems of all, if there are any; every rank must call it."""
+    found = merge(distributed.gather(list(problems)))
+    if found:
+        raise ConfigError(*found)
 
 
 def merge(by_rank: Sequence[Sequence[str]]) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.config import ConfigError
-from trainer.task import TaskModule, find_role_problems
+from trainer.task import TaskModule, find_task_problems
 
 if TYPE_CHECKING:
     from trainer.data.sources import TrainingData
@@ -24,11 +24,12 @@ def cache_teacher(
     Args:
         models: Those that `task.models_for` names.
     """
-    problems = find_role_problems(
+    problems = find_task_problems(
         task,
         trainable={name: spec.trainable for name, spec in models.items()},
         own_data=[name for name, spec in models.items() if spec.data is not None],
         stage=MODE,
+        adapted=[name for name, spec in models.items() if spec.lora],
     )
     if problems:
         raise ConfigError(*problems)

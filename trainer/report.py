@@ -83,7 +83,8 @@ def closing_rows(
 
     Args:
         trained: The trained models; of several, metrics "val/<model>/..." stand in that model's own columns.
-        before: Metrics before the training ("val/..." to value); `after` likewise. Those of groups are left out.
+        before: Metrics before the training ("val/..." to value); `after` likewise, or what was measured
+            without a training, where `before` is empty. Those of groups are left out.
         gap_closed: From `share_of_gap_closed`; a column of it stands at the end if it holds anything.
         labels: Metric without "val/" to how it is written, such as "cross_entropy": "cross-entropy (nats)"; others
             get spaces for underscores.
@@ -95,6 +96,7 @@ def closing_rows(
     if reference_name is not None:
         columns.append((reference_name, [reference_name], reference or {}))
     names = [name for name in dict.fromkeys(n for *_, metrics in columns for n in metrics) if not is_of_group(name)]
+    names = _beside_their_metrics(names)
     rows = [
         [label_of(name, labels or {}), *(format_number(metrics.get(name)) for *_, metrics in columns)] for name in names
     ]
@@ -108,9 +110,17 @@ def closing_rows(
         rows.append(["parameters", *totals, *[""] * has_shares])
     speed = {name.replace("_per_s", "/s"): rate for name, rate in (rates or {}).items()}
     costs = {"step time (s)": step_time, **speed, "peak memory (GB)": memory_gb}
-    blank = [""] * (len(columns) - 2 + has_shares)
-    rows += [[label, "", f"{value:.4g}", *blank] for label, value in costs.items() if value is not None]
+    left = [""] * (len(_moments(before, after)) - 1)
+    right = [""] * (len(columns) - 1 - len(left) + has_shares)
+    rows += [[label, *left, f"{value:.4g}", *right] for label, value in costs.items() if value is not None]
     return ["", *(title for title, *_ in columns), *[GAP_CLOSED] * has_shares], rows
+
+
+def _beside_their_metrics(names: Sequence[str]) -> list[str]:
+    """Returns the names with the ends of an interval, <metric>_low and <metric>_high, right after their metric."""
+    ends = {end: name for name in names for end in (f"{name}_low", f"{name}_high") if end in names}
+    places = {name: place for place, name in enumerate(names)}
+    return sorted(names, key=lambda name: (places[ends.get(name) or name], places[name]))
 
 
 def _trained_columns(
@@ -133,15 +143,20 @@ def _trained_columns(
     if of_all({**before, **after}) or not groups:
         groups.append((" + ".join(trained) or "models", list(trained), of_all(before), of_all(after)))
     return [
-        column
+        (f"{title} {moment}", models, first if moment == "before" else last)
         for title, models, first, last in groups
-        for column in ((f"{title} before", models, first), (f"{title} after", models, last))
+        for moment in _moments(before, after)
     ]
+
+
+def _moments(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[str, ...]:
+    """Returns what the columns of a trained model are; without a training they are one."""
+    return ("now",) if after and not before else ("before", "after")
 
 
 def columns_without(others: Sequence[str], columns: Sequence[str], rows: Rows) -> tuple[list[str], Rows]:
     """Returns the head and the rows without the columns of other models, and without rows that are empty then."""
-    theirs = {f"{name} {when}" for name in others for when in ("before", "after")}
+    theirs = {f"{name} {when}" for name in others for when in ("before", "after", "now")}
     kept = [index for index, title in enumerate(columns) if title not in theirs]
     cut = [[row[index] for index in kept] for row in rows]
     return [columns[index] for index in kept], [row for row in cut if any(row[1:])]
@@ -165,11 +180,18 @@ def _size(counts: Sequence[int]) -> str:
 
 
 def closing_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "held-out text") -> Table:
-    """Returns the rows of `closing_rows` as a table for the terminal; the title stands above the metrics' names."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    table.add_column(title, no_wrap=True)
+    """Returns the rows of `closing_rows` as a table for the terminal; the title stands above the metrics' names.
+
+    Where a line of 80 characters is short, titles and names are broken between words, so that no number is.
+    """
+    widths = [max(map(len, cells)) for cells in zip([title, *columns[1:]], *rows, strict=True)]
+    is_wide = sum(widths) + 4 * (len(widths) - 1) > 80
+    table = Table(box=None, pad_edge=False, padding=(0, 1 if is_wide else 2))
+    table.add_column(title, overflow="fold")
     for column in columns[1:]:
-        table.add_column(column, justify="right", overflow="fold")
+        head = column.replace(" ", "\n") if is_wide else column
+        # Of more columns than these a number may need two lines: all of it is there.
+        table.add_column(head, justify="right", overflow="fold", no_wrap=len(columns) <= 7)
     for row in rows:
         table.add_row(*row)
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +44,8 @@ def _line(origins: Mapping[str, str | None], name: str) -> list[str]:
 def copy_start_weights(target: nn.Module, source: nn.Module, *, name: str, origin: str) -> nn.Module:
     """Gives a module all weights and buffers of another, each of them sharded or whole; every rank must call it.
 
+    Of one with adapters those of its base model, which is what it starts as.
+
     Args:
         name: The target's role, and `origin` the source's, for people.
     """
@@ -54,7 +56,7 @@ def copy_start_weights(target: nn.Module, source: nn.Module, *, name: str, origi
     from trainer.config import ConfigError
     from trainer.handle import full_shape, is_sharded
 
-    theirs, ours = (module.state_dict(keep_vars=True) for module in (source, target))
+    theirs, ours = _base_weights(source), target.state_dict(keep_vars=True)
     for key in sorted(theirs.keys() | ours.keys()):
         shapes = [tuple(full_shape(state[key])) if key in state else None for state in (ours, theirs)]
         if shapes[0] != shapes[1]:
@@ -68,3 +70,17 @@ def copy_start_weights(target: nn.Module, source: nn.Module, *, name: str, origi
         with torch.no_grad(), GatheredParameters(sharded, modifier_rank=0):
             ours[key].data.copy_(value.data)
     return target
+
+
+def _base_weights(module: nn.Module) -> dict[str, Any]:
+    """Returns weights and buffers by the names that they have without adapters."""
+    from trainer.adapters import is_adapted
+
+    if not is_adapted(module):
+        return module.state_dict(keep_vars=True)
+    state = module.get_base_model().state_dict(keep_vars=True)
+    return {
+        key.replace(".base_layer.", ".").replace(".original_module.", "."): value
+        for key, value in state.items()
+        if not any(part.startswith("lora_") or part == "modules_to_save" for part in key.split("."))
+    }

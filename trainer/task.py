@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainer.kinds import find_kind_problems
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -54,7 +56,9 @@ class TaskModule:
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
     own_data: Sequence[str] = ()  # the models with examples of their own; given by the trainer
     reads_one_batch: bool = False  # whether all models must read the same examples, so that none may have its own
+    one_loss: Sequence[str] = ()  # the models that a joint loss trains, and which step together therefore
     own_tokens: Sequence[str] = ()  # the models that may read other token ids than the data's: the task translates
+    reads: Mapping[str, str] = MappingProxyType({})  # by model: what it must give, one of `trainer.kinds`
     batch_fields: tuple[str, ...] = ()  # what every batch must hold, checked before a model is built
     metric_labels: Mapping[str, str] = MappingProxyType({})  # metric to its words in the closing table
     # Last part of a metric to "min" or "max": of these the share of the gap to the reference that was closed is told.
@@ -76,11 +80,27 @@ class TaskModule:
         """
         return []
 
+    def check_adapters(self, adapted: Sequence[str]) -> list[str]:
+        """Returns what is wrong with which models carry LoRA adapters, before any of them is built.
+
+        Args:
+            adapted: Their names.
+        """
+        return []
+
     def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
         """Returns what is wrong with the tokenizers that the models read by, before any of them is built.
 
         Args:
             tokenizers: By model: its own for those of `own_tokens` that bring one, else that of its examples.
+        """
+        return []
+
+    def check_batch(self, batch: Batch, key: str) -> list[str]:
+        """Returns what is wrong with a batch of a set's first example, before any model is built.
+
+        Args:
+            key: The set's, such as data.train.
         """
         return []
 
@@ -156,19 +176,37 @@ class TaskModule:
         self.trainer.log(name, torch.as_tensor(value).detach())
 
 
-def find_role_problems(
-    task: TaskModule, *, trainable: Mapping[str, bool], own_data: Sequence[str], stage: str
+def find_task_problems(
+    task: TaskModule,
+    *,
+    trainable: Mapping[str, bool],
+    own_data: Sequence[str],
+    stage: str,
+    adapted: Sequence[str] = (),
+    accumulation: Mapping[str, int] = MappingProxyType({}),
+    targets: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Returns what is wrong with the run's models and their data for a task, before any of them is built."""
+    """Returns what is wrong with the run's models and their data for a task, before any of them is built.
+
+    Args:
+        accumulation: Name of each model to its micro-batches per update, where it is trained.
+        targets: Name of each model to the `_target_` of its build, where that is known.
+    """
     if stage not in task.modes:
         hint = "choose one of them, or a task that has it, such as task=distill"
         return [f"mode={stage}: {type(task).__name__} has no such mode, only {', '.join(task.modes)}; {hint}"]
-    problems = task.check_models(trainable, stage=stage)
+    problems = [*task.check_models(trainable, stage=stage), *task.check_adapters(adapted)]
+    needed = set(task.models_for(stage, list(trainable)))
+    problems += find_kind_problems({name: kind for name, kind in task.reads.items() if name in needed}, targets)
     if task.reads_one_batch:
         problems += [
             f"models.{name}.data: the models of {type(task).__name__} read the same examples; drop it, and set `data`"
             for name in own_data
         ]
+    paces = {name: accumulation[name] for name in task.one_loss if name in accumulation}
+    if stage == "fit" and len(set(paces.values())) > 1:
+        told = " and ".join(f"models.{name}.gradient_accumulation_steps={pace}" for name, pace in paces.items())
+        problems.append(f"{told}: one loss of {type(task).__name__} trains them, so they step together; set them alike")
     return problems
 
 

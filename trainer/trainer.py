@@ -14,6 +14,7 @@ from trainer import distributed, signals
 from trainer.callbacks.callback import Callback, HookCaller, check_hook_names
 from trainer.config import ConfigError
 from trainer.data.identity import identify_sources
+from trainer.data.lengths import tell_lengths
 from trainer.data.sources import TrainingData, TrainSources, ValidationSources, find_missing_fields, name_sources
 from trainer.data.tokenizers import find_vocabulary_problem
 from trainer.engines import Engines, Plugin
@@ -33,7 +34,7 @@ from trainer.seeds import seed_everything
 from trainer.specs import ModelSpec, RunFacts
 from trainer.start_weights import build_order
 from trainer.step import Step, weigh_nothing
-from trainer.task import StepOutput, TaskModule, find_role_problems
+from trainer.task import StepOutput, TaskModule, find_task_problems
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ class MultiModelTrainer:
         Args:
             resume: A run folder or a checkpoint in it, of the same models, task, data and seed, to go on from.
         """
-        _check_task(task, models, stage="fit")
+        _check_task(task, models, stage="fit", window=self.gradient_accumulation_steps)
         self.prepare(task, models=models, data=data)
         with self.stage("fit"):
             self._open(resume)
@@ -133,7 +134,7 @@ class MultiModelTrainer:
         self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData, resume: Checkpoint = None
     ) -> dict[str, float]:
         """Prepares the models, with the weights of a checkpoint if one is given, and returns their metrics."""
-        _check_task(task, models, stage="validate")
+        _check_task(task, models, stage="validate", window=self.gradient_accumulation_steps)
         self.prepare(task, models=models, data=data, trains=False)
         with self.stage("validate"):
             self._open(resume)
@@ -263,7 +264,8 @@ class MultiModelTrainer:
         self.tokenizers = {name: spec.tokenizer or (spec.data or data).tokenizer for name, spec in models.items()}
         own = {name: spec.data for name, spec in models.items() if spec.data is not None}
         task.own_data, self.sources = list(own), name_sources(data, own)
-        problems = find_missing_fields(self.sources, task.batch_fields) + task.check_tokenizers(self.tokenizers)
+        problems = find_missing_fields(self.sources, task.batch_fields, task.check_batch)
+        problems += task.check_tokenizers(self.tokenizers)
         if problems:
             raise ConfigError(*problems)
         self.train_loader, self.validation_loader = self._loaders(self.sources)
@@ -288,12 +290,14 @@ class MultiModelTrainer:
         ]
         if problems:
             raise ConfigError(*problems)
+        if self.is_main:
+            tell_lengths(self.models, self.specs, data, own_tokens=task.own_tokens)
         self.trained = [model for model in self.models.values() if model.trainable]
         self.frozen = [model for model in self.models.values() if not model.trainable]
         task.models, task.trainer = self.models, self
         self.hooks = HookCaller(self, task, self.callbacks)
         if self.is_main:
-            show_plan(self, batch_size=data.batch_size)
+            show_plan(self, batch_size=data.batch_size, trains=trains)
 
     def _build_models(self, models: Mapping[str, ModelSpec], run: RunFacts) -> dict[str, ModelHandle]:
         built: dict[str, ModelHandle] = {}
@@ -423,11 +427,16 @@ class MultiModelTrainer:
         return StepOutput(losses={self.trained[0].name: output})
 
 
-def _check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str) -> None:
+def _check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str, window: int) -> None:
     check_hook_names(type(task), base=TaskModule)
-    trainable = {name: spec.trainable for name, spec in models.items()}
-    own_data = [name for name, spec in models.items() if spec.data is not None]
-    problems = find_role_problems(task, trainable=trainable, own_data=own_data, stage=stage)
+    problems = find_task_problems(
+        task,
+        trainable={name: spec.trainable for name, spec in models.items()},
+        own_data=[name for name, spec in models.items() if spec.data is not None],
+        stage=stage,
+        adapted=[name for name, spec in models.items() if spec.lora],
+        accumulation={name: spec.gradient_accumulation_steps or window for name, spec in models.items()},
+    )
     if problems:
         raise ConfigError(*problems)
 

@@ -15,7 +15,7 @@ from trainer.config import ConfigError
 from trainer.loggers.logger import Logger
 from trainer.plugin_keys import AUTO
 from trainer.targets import find_target, how_raised
-from trainer.task import TaskModule, find_role_problems
+from trainer.task import TaskModule, find_task_problems
 
 Config = Mapping[str, Any]
 
@@ -106,4 +106,14 @@ def _is_cheap(node: Config | None) -> bool:
 def _try_roles(config: Config) -> list[str]:
     trainable = {name: bool(model["trainable"]) for name, model in config["models"].items()}
     own_data = [name for name, model in config["models"].items() if model["data"]]
-    return find_role_problems(make(config["task"]), trainable=trainable, own_data=own_data, stage=config["mode"])
+    adapted = [name for name, model in config["models"].items() if model["lora"]]
+    window = config["trainer"]["gradient_accumulation_steps"]
+    return find_task_problems(
+        make(config["task"]),
+        trainable=trainable,
+        own_data=own_data,
+        stage=config["mode"],
+        adapted=adapted,
+        targets={name: str((model["build"] or {}).get("_target_", "")) for name, model in config["models"].items()},
+        accumulation={n: model["gradient_accumulation_steps"] or window for n, model in config["models"].items()},
+    )

@@ -249,7 +249,7 @@ def test_gradient_checkpointing_makes_the_same_update(two_ranks: Runs, stage: in
 
 @stages
 def test_partly_frozen_model_equals_plain_pytorch(two_ranks: Runs, folder: Path, stage: int) -> None:
-    from trainer.models import freeze
+    from trainer.freezing import freeze
 
     found, model = two_ranks[0][stage]["partly frozen"], plain_llama(folder)
     frozen = set(freeze(model, FROZEN))

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import re
 import subprocess
 import sys
 import zipfile
@@ -25,6 +26,7 @@ from transformers import (
 from trainer import assets
 from trainer.config import ConfigError
 from trainer.data import build_text_dataset, load_rows, load_tokenizer, split_rows
+from trainer.data.preferences import PreferenceRows
 
 EMBEDDED = Path(assets.__file__).parent / "embedded"
 TEMPLATE = assets._load_assets()["smollm2-135m-instruct"].chat_template
@@ -439,10 +441,22 @@ def test_split_of_the_definitions_leaves_no_pair_on_both_sides():
         assert not {row[field].casefold() for row in train} & {row[field].casefold() for row in held_out}
 
 
+def test_preferences_repeat_no_question_and_do_not_favour_length():
+    rows = load_rows("embedded:commonsense-pairs", prepare=PreferenceRows().prepare)
+
+    assert len(rows) == 1194 and all(set(row) == {"prompt", "chosen", "rejected"} for row in rows)
+    assert len({" ".join(re.findall(r"\w+", row["prompt"].casefold())) for row in rows}) == len(rows)
+    longer = sum(len(row["chosen"]) > len(row["rejected"]) for row in rows)
+    shorter = sum(len(row["chosen"]) < len(row["rejected"]) for row in rows)
+    assert abs(longer - shorter) / len(rows) < 0.15
+    assert (EMBEDDED / "commonsense_pairs.jsonl").stat().st_size <= 160_000
+
+
 def test_notice_has_the_licence_of_every_text():
     notice = " ".join((EMBEDDED / "NOTICE.md").read_text(encoding="utf-8").split())
 
     assert "WordNet 3.0 Copyright 2006 by Princeton University. All rights reserved." in notice
+    assert "Copyright (c) Alon Talmor, Jonathan Herzig, Nicholas Lourie and Jonathan Berant" in notice
     assert "at all times remain with Princeton University and LICENSEE agrees to preserve same." in notice
     for file in [*EMBEDDED.glob("*.jsonl"), *(file for file in EMBEDDED.iterdir() if file.is_dir())]:
         assert f"## {file.name}" in (EMBEDDED / "NOTICE.md").read_text(encoding="utf-8")

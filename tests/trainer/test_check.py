@@ -224,8 +224,22 @@ def test_own_data_are_refused_where_the_models_must_read_the_same_examples(tmp_p
         assert problem.startswith(f"models.{model}.data: ") and "read the same examples" in problem
 
 
+def test_models_of_one_loss_are_refused_with_paces_of_their_own() -> None:
+    for ask, one, other in (
+        (["task=dual_encoder"], "query", "document"),
+        (["experiment=distill_states"], "student", "projection"),
+    ):
+        (problem,) = problems_of_task(
+            *ask, "trainer.gradient_accumulation_steps=4", f"models.{other}.gradient_accumulation_steps=2"
+        )
+        assert problem.startswith(
+            f"models.{one}.gradient_accumulation_steps=4 and models.{other}.gradient_accumulation_steps=2: one loss"
+        )
+
+
 def test_names_of_models_that_mean_something_else_are_refused() -> None:
-    found = find_name_problems(["student", "joint", "reference", "b/c", "small-2"])
+    found = find_name_problems(dict.fromkeys(["student", "joint", "reference", "b/c", "small-2"], True))
+    assert find_name_problems({"policy": True, "reference": False}) == []
     assert [problem.partition(":")[0] for problem in found] == ["models.joint", "models.reference", "models.b/c"]
 
 

@@ -58,6 +58,12 @@ def test_all_problems_of_the_command_line_come_at_once_with_the_nearest_name():
         assert any(problem.startswith(f"{override}:") and text in problem for problem in problems), (override, problems)
 
 
+def test_a_key_of_a_model_that_is_not_there_says_how_one_is_added():
+    (problem,) = compose_with("models.judge.trainable=false").problems
+
+    assert "the models are student, teacher, and another one is added by +model@models.judge.build=" in problem
+
+
 def test_a_choice_for_no_model_names_those_that_there_are():
     (problem,) = compose_with("plugin=zero2").problems
 
@@ -270,3 +276,35 @@ def test_a_model_takes_data_of_its_own_with_keys_that_its_node_does_not_list() -
     assert (data.train.source, data.validation.source, data.batch_size) == ("pairs.jsonl", "pairs.jsonl", 3)
     assert data.train.other == 1
     assert composition.cfg.models.teacher.data is None
+
+
+@pytest.mark.parametrize(
+    ("words", "num_globs"),
+    [
+        ((), 3),
+        (("models.actor.build.name=org/other",), 0),
+        (("model@models.actor.build=tiny_llama",), 0),
+        (("models.actor.freeze=[]",), 0),
+        (("models.actor.build.name=org/other", "models.actor.freeze=[a.*]"), 1),
+    ],
+)
+def test_layers_that_a_preset_freezes_are_those_of_its_own_model(words: tuple[str, ...], num_globs: int) -> None:
+    composition = compose_run(Request(overrides=("task=grpo", *words), config_path=conf_dir()))
+
+    assert composition.problems == [] and composition.cfg is not None
+    assert len(composition.cfg.models.actor.freeze) == num_globs
+
+
+def test_a_missing_value_that_others_refer_to_is_told_once() -> None:
+    composition = compose_run(Request(overrides=("experiment=ppo_reward_model",), config_path=conf_dir()))
+
+    assert composition.problems == ["models.reward.build.name is missing; give it: models.reward.build.name=..."]
+
+
+def test_a_model_without_a_build_has_that_of_the_model_that_it_starts_from() -> None:
+    cfg = compose_with("task=dpo", "model@models.policy.build=small_llama", "data.tokenizer=embedded:bpe-4k").cfg
+
+    assert cfg.models.reference.build == cfg.models.policy.build
+    assert cfg.models.reference.build.config.hidden_size == cfg.models.policy.build.config.hidden_size > 0
+    chosen = compose_with("task=dpo", "model@models.reference.build=small_llama").cfg
+    assert chosen.models.reference.build != chosen.models.policy.build

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from tests.ranks import run_ranks
 from tests.trainer.engine_runs import LR, Found, Ranks, fit, make_net, net_data, trained, whole_weights
 from tests.trainer.test_assets import tiny_llama
-from tests.trainer.test_trainer import difference
+from tests.trainer.test_trainer import difference, reset_accelerate
+from trainer import MultiModelTrainer
 
 # The guide's own form
 
@@ -42,6 +44,30 @@ def test_active_plugin_within_a_hook_is_that_of_the_model_concerned(ranks: Ranks
         assert found["seen"] == expected | everywhere
     for found in ranks("guide"):
         assert set().union(*found["seen"].values()) == {"student"}
+
+
+def test_a_plugin_is_seen_anew_only_when_its_configuration_has_changed() -> None:
+    from accelerate.utils import get_active_deepspeed_plugin
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    reset_accelerate()
+    stages = {"sharded": 3, "whole": 1}
+    engines = MultiModelTrainer(
+        {name: {"zero_optimization": {"stage": stage}} for name, stage in stages.items()}, max_steps=1
+    ).engines
+    views: list[Any] = []
+
+    for name in (*stages, *stages):
+        with engines.selected(name):
+            assert get_active_deepspeed_plugin(engines.accelerator.state) is engines.plugins[name]
+            assert is_deepspeed_zero3_enabled() == (name == "sharded")
+            views.append(engines.plugins[name].dschf)
+    engines.plugins["whole"].deepspeed_config["zero_optimization"]["stage"] = 3
+    with engines.selected("whole"):
+        changed = is_deepspeed_zero3_enabled()
+
+    assert [views.index(view) for view in views] == [0, 1, 0, 1]
+    assert changed
 
 
 def test_warmup_of_the_file_is_linear_to_the_tasks_rate(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 from tests.trainer.test_assets import tiny_llama, write_gguf
 from trainer import assets, models
 from trainer.config import ConfigError
+from trainer.freezing import freeze
 
 KEY = "models.student.build"
 TOKENS = torch.tensor([[3, 50, 7, 1, 200]])
@@ -201,7 +202,7 @@ def test_wrong_settings_are_found_with_the_nearest_name(settings, expected):
 def test_freezing_takes_matching_parameters_out_of_training():
     model = tiny_llama(2)
 
-    frozen = models.freeze(model, ["model.layers.0.*", "*.input_layernorm.weight"])
+    frozen = freeze(model, ["model.layers.0.*", "*.input_layernorm.weight"])
 
     still = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert set(frozen) == still
@@ -213,7 +214,7 @@ def test_freezing_takes_matching_parameters_out_of_training():
 def test_freezing_the_head_freezes_the_embedding_that_it_is_tied_to():
     model = tiny_llama(1)
 
-    assert models.freeze(model, ["lm_head.*"]) == ["lm_head.weight"]
+    assert freeze(model, ["lm_head.*"]) == ["lm_head.weight"]
 
     assert not model.get_input_embeddings().weight.requires_grad
 
@@ -221,7 +222,8 @@ def test_freezing_the_head_freezes_the_embedding_that_it_is_tied_to():
 def test_freezing_nothing_is_refused_with_the_nearest_names_and_changes_nothing():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
-    with pytest.raises(ConfigError, match=r"'0\.wieght' matches no parameter; nearest: 0\.weight"):
-        models.freeze(model, ["1.*", "0.wieght"])
+    message = r"^models\.m\.freeze: '0\.wieght' matches no parameter; nearest: 0\.weight.*models\.m\.freeze=\[\] trains"
+    with pytest.raises(ConfigError, match=message):
+        freeze(model, ["1.*", "0.wieght"], key="models.m.freeze")
 
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -72,3 +72,4 @@ def test_plan_of_two_models_fits_a_narrow_terminal() -> None:
 
     assert "28 steps on 2 ranks, cpu" in text
     assert max(map(len, text.splitlines())) <= 80
+    assert "no training on 2 ranks" in plan_text(plan_table(cast(Any, trainer), batch_size=3, trains=False))

@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer import distributed, preflight
 from trainer.config import ConfigError
-from trainer.preflight import Finding, GradientCheck, find_rank_differences, merge, reached_weights, run_checks
+from trainer.preflight import (
+    Finding,
+    GradientCheck,
+    find_rank_differences,
+    merge,
+    reached_weights,
+    refuse_together,
+    run_checks,
+)
 
 
 def handle(name: str, module: nn.Module) -> Any:
@@ -43,6 +51,19 @@ def test_all_checks_are_heard_before_the_run_is_refused(caplog: pytest.LogCaptur
 
 def test_a_sentence_of_some_ranks_names_them() -> None:
     assert merge([["a"], ["a", "b"], ["a", "b"]]) == ["a", "rank 1, 2: b"]
+
+
+def test_what_some_ranks_refuse_all_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed, "gather", lambda value: [["a"], value])
+
+    with pytest.raises(ConfigError) as refused:
+        refuse_together(["a", "b"])
+
+    assert refused.value.problems == ["a", "rank 1: b"]
+
+
+def test_what_no_rank_refuses_goes_on() -> None:
+    refuse_together([])
 
 
 def test_what_ranks_have_differently_is_named_and_no_value_of_the_configuration_shown(

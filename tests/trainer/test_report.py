@@ -19,8 +19,8 @@ from trainer.report import (
 LABELS = {"cross_entropy": "cross-entropy (nats)", "forward_kl": "KL(teacher||student)"}
 
 
-def shown(renderable: RenderableType) -> str:
-    console = Console(file=io.StringIO(), width=100)
+def shown(renderable: RenderableType, *, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
     console.print(renderable)
     return console.file.getvalue()  # type: ignore[attr-defined]
 
@@ -56,6 +56,17 @@ def test_the_table_compares_before_after_and_reference() -> None:
     lines = shown(closing_table(columns, rows)).splitlines()
     assert lines[0].split() == ["held-out", "text", "student", "before", "student", "after", "teacher"]
     assert lines[2].split() == ["KL(teacher||student)", "1.6400", "0.8900", "0"]
+
+
+def test_a_wide_table_breaks_titles_and_names_and_no_number() -> None:
+    row = ["on its own text: KL(teacher||student)", "0.0028471", "0.0005258", "0", "81.5 %"]
+
+    text = shown(closing_table(["", "student before", "student after", "teacher", "gap closed"], [row]), width=80)
+
+    assert text.splitlines()[0].split() == ["student", "student", "gap"]
+    assert text.splitlines()[2].split() == [*row[0].split(), "0.0028471", "0.0005258", "0", "81.5", "%"]
+    crowded = shown(closing_table(["", *"abcdef"], [["a long name", *["0.0028471"] * 6]]), width=80)
+    assert crowded.count("0.0028471") == 6
 
 
 def test_the_share_of_the_gap_is_told_where_the_reference_was_better() -> None:
@@ -117,10 +128,28 @@ def test_metrics_of_groups_stay_out_of_the_table() -> None:
     assert not is_of_group("val/by_chance")
 
 
-def test_a_run_without_a_reference_has_no_column_for_it() -> None:
-    columns, rows = closing_rows(trained=["model"], before={}, after={"val/loss": 12345.678})
+def test_the_ends_of_an_interval_stand_below_their_metric() -> None:
+    after = {"val/accuracy": 0.5, "val/margin": 1.0, "val/flow": 3.0, "val/accuracy_low": 0.4, "val/accuracy_high": 0.6}
 
-    assert (columns, rows) == (["", "model before", "model after"], [["loss", "", "1.235e+04"]])
+    _, rows = closing_rows(trained=["m"], before={}, after=after)
+
+    assert [label for label, _ in rows] == ["accuracy", "accuracy low", "accuracy high", "margin", "flow"]
+
+
+def test_a_run_without_a_reference_has_no_column_for_it() -> None:
+    columns, rows = closing_rows(trained=["model"], before={"val/loss": 2.0}, after={"val/loss": 12345.678})
+
+    assert (columns, rows) == (["", "model before", "model after"], [["loss", "2.0000", "1.235e+04"]])
+
+
+def test_what_is_measured_without_a_training_stands_in_one_column() -> None:
+    columns, rows = closing_rows(
+        trained=["model"], before={}, after={"val/loss": 2.0}, memory_gb=1.5,
+        reference_name="teacher", reference={"val/loss": 1.0},
+    )  # fmt: skip
+
+    assert columns == ["", "model now", "teacher"]
+    assert rows == [["loss", "2.0000", "1.0000"], ["peak memory (GB)", "1.5", ""]]
 
 
 def test_several_trained_models_have_columns_of_their_own() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trainer.adapters import is_adapted
 from trainer.callbacks.callback import Callback
 from trainer.config import ConfigError
+from trainer.data.tokenizers import end_tokens
 from trainer.heartbeat import sign_of_life
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ class SampleTable(Callback):
         inputs = pad_left([encode(prompt, tokenizer) for prompt in self.prompts], pad_id=pad_id)
         with evaluating(handle.module):
             tokens = handle.generate(
-                **{name: value.to(trainer.device) for name, value in inputs.items()},
+                input_ids=inputs["input_ids"].to(trainer.device),
+                attention_mask=inputs["attention_mask"].to(trainer.device),
                 max_new_tokens=self.max_new_tokens,
                 pad_token_id=pad_id,
                 **GREEDY,
@@ -143,13 +145,6 @@ def pad_left(sequences: Sequence[Sequence[int]], *, pad_id: int) -> dict[str, Te
     padded = [[pad_id] * (width - len(ids)) + list(ids) for ids in sequences]
     mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in sequences]
     return {"input_ids": torch.tensor(padded), "attention_mask": torch.tensor(mask)}
-
-
-def end_tokens(module: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Returns the ids that end an answer, for the model or for the tokenizer."""
-    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-    ids = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-    return {token for token in ids if token is not None}
 
 
 def _until_end(ids: list[int], ends: set[int]) -> list[int]:

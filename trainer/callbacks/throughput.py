@@ -59,7 +59,10 @@ class Throughput(Callback):
         for part in _parts(batch):
             count = count_tokens(part)
             if count is None:
-                self._unit, count = "examples", _num_examples(part)
+                count = _num_examples(part)
+                if not count:  # numbers that a task keeps beside its batch
+                    continue
+                self._unit = "examples"
             # A tensor stays on its device: reading it here would make the GPU wait in every micro-batch.
             self._items = self._items + count
 

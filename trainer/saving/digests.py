@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +22,17 @@ def digest_fixed(model: ModelHandle) -> str | None:
     It changes with any bit, and where two elements change places.
     """
     fixed = [(name, weight) for name, weight in model.module.named_parameters() if not weight.requires_grad]
-    if not fixed:
-        return None
-    table = distributed.sum_over_ranks(torch.stack([_sums_of(weight) for _, weight in fixed])).tolist()
-    text = json.dumps([[name, *sums] for (name, _), sums in zip(fixed, table, strict=True)])
+    return _digest(fixed) if fixed else None
+
+
+def digest_weights(model: ModelHandle) -> str:
+    """Returns a digest of all weights of a model as they are now, trained or not; all ranks call it."""
+    return _digest(list(model.module.named_parameters()))
+
+
+def _digest(weights: Sequence[tuple[str, nn.Parameter]]) -> str:
+    table = distributed.sum_over_ranks(torch.stack([_sums_of(weight) for _, weight in weights])).tolist()
+    text = json.dumps([[name, *sums] for (name, _), sums in zip(weights, table, strict=True)])
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -39,6 +39,17 @@ def test_tokens_per_second_counts_the_mask_of_all_micro_batches() -> None:
     assert metrics["perf/memory_gb"] > 0.05  # this process, with torch in it
 
 
+def test_numbers_beside_the_tokens_of_a_batch_are_no_examples() -> None:
+    callback, trainer = Throughput(), stand_in()
+    batch = {"input_ids": torch.zeros(2, 4), "shown": {"reward": [torch.tensor(1.0), torch.tensor(2)]}}
+
+    callback.on_train_start(trainer, None)
+    metrics = step(callback, trainer, [batch])
+
+    assert metrics["perf/tokens_per_s"] * metrics["perf/step_time"] == pytest.approx(8)
+    assert "perf/examples_per_s" not in metrics
+
+
 def test_step_time_is_the_mean_since_the_last_log_step_without_validation() -> None:
     callback, trainer = Throughput(), stand_in(is_log_step=False)
     callback.on_train_start(trainer, None)
