@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from tasks.generation import greedy, log_samples, make_writer, read_options, row_seeds
 from tasks.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import cross_entropy
 from tasks.pairs import find_interpreter_problems, find_naming_problems, find_pair_problems, known_tokenizers
-from tasks.sequences import (
-    Exchange,
-    Interpreter,
-    decode,
-    end_tokens,
-    exchanges_of,
-    generation_options,
-    join,
-    pad_token,
-    refuse_packed,
-    write_answers,
-)
-from tasks.values import is_number, is_whole
-from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule
+from tasks.sequences import Exchange, Interpreter, decode, exchanges_of, join, pad_token, refuse_packed
+from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, end_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
-
-NUM_SHOWN = 4  # answers in the table of what the teacher writes
 
 
 class DistillSequenceTask(TaskModule):
@@ -64,12 +51,12 @@ class DistillSequenceTask(TaskModule):
         top_p: float = 1.0,
     ) -> None:
         problems = find_naming_problems(student=student, teacher=teacher)
-        if not (is_whole(max_new_tokens) and max_new_tokens >= 1):
-            problems.append(f"task.max_new_tokens={max_new_tokens!r}: must be a whole number of at least 1")
-        if not (is_number(temperature) and temperature >= 0):
-            problems.append(f"task.temperature={temperature!r}: must be a finite number of at least 0; 0 is greedy")
-        if not (is_number(top_p) and 0 < top_p <= 1):
-            problems.append(f"task.top_p={top_p!r}: must be a number above 0, at most 1")
+        try:
+            self.options = read_options(
+                {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}, key="task"
+            )
+        except ConfigError as error:
+            problems += error.problems
         if problems:
             raise ConfigError(*problems)
         self.student, self.teacher, self.reference = student, teacher, teacher
@@ -78,8 +65,6 @@ class DistillSequenceTask(TaskModule):
             "cross_entropy": "cross-entropy (nats)",
             "teacher_cross_entropy": f"cross-entropy of {teacher}'s text",
         }
-        self.training_options = generation_options(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p)
-        self.greedy_options = generation_options(max_new_tokens=max_new_tokens, temperature=0.0, top_p=1.0)
         self._held_out: dict[int, tuple[Batch, Batch]] = {}  # by validation batch: what the teacher wrote for it
         self._is_shown = False
 
@@ -91,13 +76,15 @@ class DistillSequenceTask(TaskModule):
 
     def setup(self, stage: str) -> None:
         self.source, self.target = known_tokenizers(self.trainer.tokenizers, student=self.student, teacher=self.teacher)
-        teacher = self.models[self.teacher].module
+        teacher = self.models[self.teacher]
+        self.writer = make_writer(teacher, self.target, options=self.options, device=self.trainer.device)
         self.to_teacher = Interpreter(self.source, self.target)
-        self.to_student = Interpreter(self.target, self.source, ends=end_tokens(teacher, self.target))
+        self.to_student = Interpreter(self.target, self.source, ends=end_tokens(teacher.module, self.target))
         self._held_out.clear()
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        return self._write(batch, self.training_options)[0]
+        seeds = row_seeds(self.trainer.seed, self.trainer.global_step, self.trainer.indices[""])
+        return self._write(batch, seeds)[0]
 
     def count_items(self, batch: Batch) -> Tensor:
         return completion_mask(batch).sum()
@@ -115,7 +102,7 @@ class DistillSequenceTask(TaskModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
         if batch_idx not in self._held_out:
-            self._held_out[batch_idx] = self._write(batch, self.greedy_options)
+            self._held_out[batch_idx] = self._write(batch, None)
         written, as_teacher_reads = self._held_out[batch_idx]
         student, teacher = self.models[self.student], self.models[self.teacher]
         metrics: dict[str, Metric] = {
@@ -130,13 +117,18 @@ class DistillSequenceTask(TaskModule):
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         return perplexities(metrics)
 
-    def _write(self, batch: Batch, options: Mapping[str, Any]) -> tuple[Batch, Batch]:
-        """Returns the batch with the teacher's answers in the place of the data's, for the student and the teacher."""
+    def _write(self, batch: Batch, seeds: Sequence[int] | None) -> tuple[Batch, Batch]:
+        """Returns the batch with the teacher's answers in the place of the data's, for the student and the teacher.
+
+        Args:
+            seeds: Of the draws, one per row; None: greedy.
+        """
         refuse_packed(batch)
         device = batch["input_ids"].device
         prompts = [exchange.prompt for exchange in exchanges_of(batch)]
         asked = [self.to_teacher.prompt(prompt) for prompt in prompts]
-        answers = write_answers(self.models[self.teacher], asked, tokenizer=self.target, device=device, options=options)
+        options = self.options if seeds is not None else greedy(self.options)
+        answers = self.writer.write(asked, seeds=seeds, options=options).answers
         told = [self.to_student.answer(answer, prompt=prompt) for answer, prompt in zip(answers, asked, strict=True)]
         self._show(asked, answers)
         return (
@@ -146,18 +138,13 @@ class DistillSequenceTask(TaskModule):
 
     def _show(self, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
         """Logs some of the first answers, once."""
-        rows = [
-            [decode(self.target, prompt), decode(self.target, answer)]
-            for prompt, answer in zip(prompts, answers, strict=True)
-            if answer
-        ]
-        if self._is_shown or not rows or not self.trainer.is_main:
+        shown = [pair for pair in zip(prompts, answers, strict=True) if pair[1]]
+        if self._is_shown or not shown or not self.trainer.is_main:
             return
         self._is_shown = True
-        log.info("models.%s was asked %r and wrote %r", self.teacher, *rows[0])
-        self.trainer.log_table(
-            "teacher_answers", columns=["prompt", "answer"], rows=rows[:NUM_SHOWN], step=self.trainer.global_step
-        )
+        asked, written = ([decode(self.target, ids) for ids in column] for column in zip(*shown, strict=True))
+        log.info("models.%s was asked %r and wrote %r", self.teacher, asked[0], written[0])
+        log_samples(self.trainer, "teacher_answers", prompts=asked, answers=written)
 
 
 def _paired(prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[Exchange]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jinja2
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer import IGNORED, Batch, ConfigError, ModelHandle
+from trainer import IGNORED, Batch, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -267,67 +267,6 @@ def continuation(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answ
     before = decode(tokenizer, prompt, skips_special=True)
     whole = decode(tokenizer, [*prompt, *answer], skips_special=True)
     return whole[len(before) :] if whole.startswith(before) else decode(tokenizer, answer, skips_special=True)
-
-
-# Writing --------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def write_answers(
-    model: ModelHandle,
-    prompts: Sequence[list[int]],
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    options: Mapping[str, Any],
-) -> list[list[int]]:
-    """Returns a model's answer to each prompt, up to and with its first end token; [] for an empty prompt.
-
-    Every rank must call it, also with no prompt at all: ZeRO-3 needs all of them for every token.
-
-    Args:
-        prompts: Token ids; padded on the left, so that all answers begin in the same column.
-        options: Of transformers' `generate`.
-    """
-    pad_id = pad_token(tokenizer)
-    asked = [index for index, prompt in enumerate(prompts) if prompt]
-    # A single pad token stands in where this rank has nothing to ask.
-    rows = [prompts[index] for index in asked] or [[pad_id]]
-    width = max(map(len, rows))
-    tokens = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows], device=device)
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=device)
-    ends = end_tokens(model.module, tokenizer)
-    written = model.generate(
-        input_ids=tokens, attention_mask=mask, pad_token_id=pad_id, eos_token_id=sorted(ends) or None, **options
-    )
-    answers: list[list[int]] = [[] for _ in prompts]
-    for index, row in zip(asked, written[:, width:].tolist(), strict=False):
-        answers[index] = up_to_end(row, ends)
-    return answers
-
-
-def generation_options(*, max_new_tokens: int, temperature: float, top_p: float) -> dict[str, Any]:
-    """Returns the options of `generate`; a temperature of 0 is greedy.
-
-    What a model's own generation_config says of sampling is replaced, so that these three are all there is.
-    """
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, "use_cache": True}
-    if temperature > 0:
-        return options | {"temperature": temperature, "top_p": top_p, "top_k": 0}
-    return options | {"temperature": None, "top_p": None, "top_k": None}
-
-
-def end_tokens(module: nn.Module, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Returns the ids that end an answer, for the model or for the tokenizer."""
-    ends = getattr(getattr(module, "generation_config", None), "eos_token_id", None)
-    ids = [*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id]
-    return {int(token) for token in ids if token is not None}
-
-
-def up_to_end(ids: list[int], ends: set[int]) -> list[int]:
-    """Returns the tokens up to and with the first that ends an answer; what follows it is padding."""
-    stop = next((index + 1 for index, token in enumerate(ids) if token in ends), len(ids))
-    return ids[:stop]
 
 
 def start_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.nn import functional as F
 
 from tasks.distill_sequence import DistillSequenceTask
 from tasks.distill_unaligned import DistillUnalignedTask
+from tasks.generation import GenerationOptions, row_seeds
+from tasks.generation.draws import TokenDraws
 from tests.tasks.task_runs import (
     LR,
     PAD,
@@ -34,6 +37,7 @@ from trainer.data.text import TextDataset
 STEPS, BATCH, NEW = 2, 6, 6
 END = 36  # a token that the teacher likes: answers of several lengths
 ENDS = {END, 2}  # the tokenizer's end token, and that of the models' generation_config
+DRAWN = GenerationOptions(max_new_tokens=NEW, temperature=1.5, top_p=0.9)
 PLUGINS = {"student": zero(1), "teacher": zero(3)}
 
 
@@ -60,7 +64,7 @@ def run_text_tasks(folder: Path) -> dict[str, Any]:
     found = {}
     for name, task in (
         ("greedy", DistillSequenceTask(max_new_tokens=NEW)),
-        ("drawn", DistillSequenceTask(max_new_tokens=NEW, temperature=1.5, top_p=0.9)),
+        ("drawn", DistillSequenceTask(max_new_tokens=NEW, temperature=DRAWN.temperature, top_p=DRAWN.top_p)),
         ("unaligned", DistillUnalignedTask()),
     ):
         models = {"student": trained(llama, "small"), "teacher": frozen("large")}
@@ -79,13 +83,23 @@ def prompt_of(example: Example) -> list[int]:
 
 
 @torch.no_grad()
-def greedy(model: Any, prompt: list[int]) -> list[int]:
-    """The most likely answer token by token: one row, no padding, no cache."""
+def write(model: Any, prompt: list[int], draw: Callable[[Tensor, int], Tensor] | None = None) -> list[int]:
+    """An answer token by token, without padding or cache: each the largest score, or the largest of a draw.
+
+    Args:
+        draw: From (1, V) scores and the token's place to scores.
+    """
     answer: list[int] = []
     while prompt and len(answer) < NEW and not (answer and answer[-1] in ENDS):
-        logits = model(input_ids=torch.tensor([prompt + answer])).logits
-        answer.append(int(logits[0, -1].argmax()))
+        scores = model(input_ids=torch.tensor([prompt + answer])).logits[:, -1]
+        answer.append(int((draw(scores, len(answer)) if draw is not None else scores).argmax()))
     return answer
+
+
+def draws_of(options: GenerationOptions, *, step: int, index: int) -> Callable[[Tensor, int], Tensor]:
+    """Draws for one example, whatever stands beside it in a batch."""
+    draws = TokenDraws(options, row_seeds(0, step, [index]), prompt_width=0)
+    return lambda scores, place: draws(torch.zeros(1, place, dtype=torch.long), scores)
 
 
 def answer_losses(model: Any, prompt: list[int], answer: list[int]) -> list[Tensor]:
@@ -97,16 +111,23 @@ def answer_losses(model: Any, prompt: list[int], answer: list[int]) -> list[Tens
     return list(F.cross_entropy(logits[start : start + len(answer)], torch.tensor(answer), reduction="none"))
 
 
-def reference_run() -> tuple[dict[str, Tensor], list[list[int]], list[float]]:
-    """Returns the student's weights, the answers' lengths by step, and the scores on held-out text before and after."""
+def reference_run(
+    options: GenerationOptions | None = None,
+) -> tuple[dict[str, Tensor], list[list[int]], list[float]]:
+    """Returns the student's weights, the answers' lengths by step, and the scores on held-out text before and after.
+
+    Args:
+        options: Of the draws; None: greedy.
+    """
     student: Any = llama("small").double()
     teacher: Any = llama("large").eval()
     optimizer = torch.optim.SGD(student.parameters(), lr=LR)
     texts, lengths = shared_texts(), []
     scores = [held_out_score(student, teacher)]
-    for window in windows(len(texts), BATCH, steps=STEPS):
+    for step, window in enumerate(windows(len(texts), BATCH, steps=STEPS)):
         prompts = [prompt_of(texts[index]) for index in window]
-        answers = [greedy(teacher, prompt) for prompt in prompts]
+        draws = [draws_of(options, step=step, index=index) if options else None for index in window]
+        answers = [write(teacher, *pair) for pair in zip(prompts, draws, strict=True)]
         losses = [loss for pair in zip(prompts, answers, strict=True) for loss in answer_losses(student, *pair)]
         torch.stack(losses).mean().backward()
         optimizer.step()
@@ -119,5 +140,5 @@ def reference_run() -> tuple[dict[str, Tensor], list[list[int]], list[float]]:
 @torch.no_grad()
 def held_out_score(student: Any, teacher: Any) -> float:
     prompts = [prompt_of(example) for example in shared_validation()]
-    losses = [loss for prompt in prompts for loss in answer_losses(student, prompt, greedy(teacher, prompt))]
+    losses = [loss for prompt in prompts for loss in answer_losses(student, prompt, write(teacher, prompt))]
     return float(torch.stack(losses).mean())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tasks.distill_sequence import DistillSequenceTask
 from tasks.language import completion_mask
 from tests.ranks import run_ranks
-from tests.tasks.sequence_runs import reference_run, run_text_tasks
+from tests.tasks.sequence_runs import DRAWN, reference_run, run_text_tasks
 from tests.tasks.task_runs import PAD, llama
 from tests.tasks.tiny_tokenizers import TEMPLATE, WORDY, make_tokenizer
 from trainer import IGNORED
@@ -37,6 +37,8 @@ class Scripted(nn.Module):
 class Handle:
     """What the task sees of a model, without an engine."""
 
+    name = "teacher"
+
     def __init__(self, module: nn.Module, *, trainable: bool) -> None:
         self.module, self.trainable = module, trainable
 
@@ -52,7 +54,9 @@ class Handle:
         return torch.cat([asked, written[: len(asked)]], dim=1)
 
 
-def ready_task(rows: list[list[int]], *, source: Any = None, target: Any = None, **options: Any) -> Any:
+def ready_task(
+    rows: list[list[int]], *, source: Any = None, target: Any = None, examples: int = 2, **options: Any
+) -> Any:
     task = DistillSequenceTask(**options)
     source = source or make_tokenizer()
     tables: list[Any] = []
@@ -64,6 +68,9 @@ def ready_task(rows: list[list[int]], *, source: Any = None, target: Any = None,
         tokenizers={"student": source, "teacher": target or source},
         is_main=True,
         global_step=0,
+        seed=0,
+        indices={"": range(examples)},
+        device=torch.device("cpu"),
         tables=tables,
         log_table=lambda name, **table: tables.append((name, table)),
     )
@@ -125,7 +132,7 @@ def test_loss_is_the_cross_entropy_of_the_written_tokens() -> None:
 
 
 def test_a_micro_batch_without_a_prompt_still_generates_and_counts_nothing() -> None:
-    task = ready_task([[20, 21, END]])
+    task = ready_task([[20, 21, END]], examples=1)
 
     batch = task.prepare_batch(batch_of([[7, 8]], [[IGNORED, IGNORED]]))
 
@@ -141,7 +148,7 @@ def test_a_micro_batch_without_a_prompt_still_generates_and_counts_nothing() -> 
 def test_another_tokenizer_reads_and_writes_text() -> None:
     source, target = make_tokenizer(["t h", "th e"], template=TEMPLATE), make_tokenizer(["c a"], template=WORDY)
     told = target(" a cat.<end>")["input_ids"]
-    task = ready_task([told], source=source, target=target)
+    task = ready_task([told], source=source, target=target, examples=1)
     text = "<user>the<bot>the<end>"
     tokens = source(text)["input_ids"]
     labels = [IGNORED] * 3 + tokens[3:]
@@ -251,11 +258,21 @@ def test_update_on_two_ranks_with_a_sharded_teacher_is_that_of_plain_pytorch(ran
     assert tokens == pytest.approx([sum(row) / len(row) for row in lengths])
 
 
-def test_drawn_text_and_other_tokenizers_run_on_two_ranks(ranks: list[dict[str, Any]]) -> None:
-    for name, term in (("drawn", "cross_entropy"), ("unaligned", "universal_logit_distance")):
-        steps = ranks[0][name]["steps"]
-        assert len(steps) == 2
-        assert all(math.isfinite(step[f"train/student/{term}"]) for step in steps)
-        assert steps == ranks[1][name]["steps"]
-    drawn, greedy = (ranks[0][name]["steps"][0]["train/student/cross_entropy"] for name in ("drawn", "greedy"))
-    assert drawn != greedy
+def test_drawn_text_follows_from_seed_step_and_example_whatever_the_ranks(ranks: list[dict[str, Any]]) -> None:
+    weights, lengths, _ = reference_run(DRAWN)
+
+    found = ranks[0]["drawn"]
+
+    for name, value in found["weights"]["student"].items():
+        assert torch.allclose(value.double(), weights[name], atol=1e-6), name
+    tokens = [step["train/student/answer_tokens"] for step in found["steps"]]
+    assert tokens == pytest.approx([sum(row) / len(row) for row in lengths])
+    greedy = ranks[0]["greedy"]["steps"][0]["train/student/cross_entropy"]
+    assert found["steps"][0]["train/student/cross_entropy"] != greedy
+
+
+def test_other_tokenizers_run_on_two_ranks(ranks: list[dict[str, Any]]) -> None:
+    steps = ranks[0]["unaligned"]["steps"]
+    assert len(steps) == 2
+    assert all(math.isfinite(step["train/student/universal_logit_distance"]) for step in steps)
+    assert steps == ranks[1]["unaligned"]["steps"]

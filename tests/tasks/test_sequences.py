@@ -1,11 +1,9 @@
-"""Prompts and answers: taken out of batches, told in other tokens, put together, and written."""
+"""Prompts and answers: taken out of batches, told in other tokens, and put together."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from tasks.sequences import (
     Exchange,
@@ -13,13 +11,9 @@ from tasks.sequences import (
     answer_mask,
     decode,
     encode_prompt,
-    end_tokens,
     exchanges_of,
-    generation_options,
     join,
     refuse_packed,
-    up_to_end,
-    write_answers,
 )
 from tests.tasks.tiny_tokenizers import SPECIAL, TEMPLATE, WORDY, make_tokenizer
 from trainer.config import ConfigError
@@ -183,58 +177,3 @@ def test_a_template_with_nothing_between_messages_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="cannot be told apart"):
         Interpreter(glued, make_tokenizer(["a t"], template=TEMPLATE))
-
-
-# Writing
-
-
-class Scripted:
-    """A model that writes what it is told to, and notes what it is asked."""
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        self.rows, self.asked = rows, {}
-        self.module = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=[1, 4]))
-
-    def generate(self, **options: Any) -> Tensor:
-        self.asked = options
-        return torch.cat([options["input_ids"], torch.tensor(self.rows)], dim=1)
-
-
-def write(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    return write_answers(
-        model, prompts, tokenizer=make_tokenizer(), device=torch.device("cpu"), options={"max_new_tokens": 4}
-    )
-
-
-def test_prompts_are_padded_on_the_left_and_answers_end_with_their_first_end_token() -> None:
-    model = Scripted([[9, 1, 0, 0], [9, 9, 9, 9], [4, 1, 1, 1]])
-
-    answers = write(model, [[7, 8, 9], [], [6], [5, 5]])
-
-    assert answers == [[9, 1], [], [9, 9, 9, 9], [4]]
-    assert model.asked["input_ids"].tolist() == [[7, 8, 9], [0, 0, 6], [0, 5, 5]]
-    assert model.asked["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1], [0, 1, 1]]
-    assert model.asked["eos_token_id"] == [1, 4]
-
-
-def test_a_rank_without_a_prompt_generates_all_the_same() -> None:
-    model = Scripted([[9, 9, 9, 9]])
-
-    assert write(model, [[], []]) == [[], []]
-    assert model.asked["input_ids"].shape == (1, 1)
-
-
-def test_end_tokens_are_the_models_and_the_tokenizers() -> None:
-    tokenizer = make_tokenizer()
-
-    assert end_tokens(nn.Linear(1, 1), tokenizer) == {SPECIAL.index("<end>")}
-    assert end_tokens(Scripted([]).module, tokenizer) == {1, 4}
-    assert up_to_end([3, 4, 1], {1, 4}) == [3, 4]
-
-
-def test_greedy_has_no_options_of_sampling() -> None:
-    greedy = generation_options(max_new_tokens=3, temperature=0.0, top_p=0.5)
-    drawn = generation_options(max_new_tokens=3, temperature=0.7, top_p=0.5)
-
-    assert (greedy["do_sample"], greedy["temperature"], greedy["top_p"]) == (False, None, None)
-    assert (drawn["do_sample"], drawn["temperature"], drawn["top_p"], drawn["top_k"]) == (True, 0.7, 0.5, 0)
