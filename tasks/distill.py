@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tasks.fused import TileLoss, fused_loss
-from tasks.heads import Head, HeadTap, tap_heads
+from tasks.heads import Head, HeadTaps, tap_heads
 from tasks.inner_states import InnerStates
 from tasks.language import (
     BATCH_FIELDS,
@@ -24,6 +24,7 @@ from tasks.language import (
 )
 from tasks.losses import TopTokens
 from tasks.objective import LogitsObjective, aligned
+from tasks.pairs import find_member_problems
 from tasks.preflight import Preflight, Subject
 from tasks.quality import LENGTH_EDGES, Quality, derive_quality, find_edge_problems
 from tasks.routes import Routes
@@ -74,6 +75,8 @@ class DistillTask(TaskModule):
         {"forward_kl": "min", "reverse_kl": "min", "cross_entropy": "min", "top1_agreement": "max"}
     )
 
+    asks_beside_cache = False  # whether a teacher is asked where a cache is read too: about text that is in none
+
     def __init__(
         self,
         *,
@@ -89,13 +92,13 @@ class DistillTask(TaskModule):
         preflight: Mapping[str, bool] | None = None,
     ) -> None:
         problems = find_role_problems({"student": student}) + find_edge_problems("task.length_edges", length_edges)
-        with _collected(problems):
+        with collected(problems):
             self.weights = parse_teachers(teacher, combine=combine, routes=routes)
-        with _collected(problems):
+        with collected(problems):
             self.terms: dict[str, AnyTerm] = parse_terms(terms)
-        with _collected(problems):
+        with collected(problems):
             self.cache_options = parse_options(cache)
-        with _collected(problems):
+        with collected(problems):
             self.preflight = Preflight(preflight)
         if not (fused == "auto" or isinstance(fused, bool)):  # 1 == True
             problems.append(f"task.fused is {fused!r}; it must be auto, true or false")
@@ -113,6 +116,7 @@ class DistillTask(TaskModule):
         self.keep_teachers, self.length_edges = keep_teachers, tuple(length_edges)
         self.logits_terms = {name: term for name, term in self.terms.items() if isinstance(term, LogitsTerm)}
         self.inner = InnerStates({n: term for n, term in self.terms.items() if not isinstance(term, LogitsTerm)})
+        self.one_loss = [student, *self.inner.projections]
         self.owner = "joint" if self.inner.projections else student  # of the loss, which trains a projection as well
         self.reference = self.first = next(iter(self.weights))
         self.own_tokens = list(self.weights)  # a teacher may have some tokens that the student lacks
@@ -130,19 +134,9 @@ class DistillTask(TaskModule):
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
         records = stage == "cache_teacher"
         reads_cache = self.cache_options.path is not None and not records
-        roles = [] if records else [("student", self.student), *(("terms", name) for name in self.inner.projections)]
-        roles += [] if reads_cache else [("teacher", name) for name in self.weights]
-        problems = [
-            f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}"
-            for role, name in roles
-            if name not in trainable
-        ]
-        for name in (self.student, *self.inner.projections):
-            if stage == "fit" and trainable.get(name) is False:
-                problems.append(f"models.{name}.trainable=false, but the task trains it; set it to true")
-        for name in self.weights:
-            if trainable.get(name):
-                problems.append(f"models.{name}.trainable=true, but task.teacher is frozen; set it to false")
+        trained = [] if records else [("student", self.student), *(("terms", name) for name in self.inner.projections)]
+        frozen = [("teacher", name) for name in self.weights if not reads_cache or name in trainable]
+        problems = find_member_problems(trainable, trained=trained, frozen=frozen, stage=stage)
         if records and self.cache_options.path is None:
             problems.append(
                 "task.cache.path is missing: mode=cache_teacher writes there; give task.cache.path=<folder>"
@@ -207,12 +201,13 @@ class DistillTask(TaskModule):
             return
         cache = self._open_cache(live)
         self._check(live)
-        self.taps = self._tap_heads(models if cache is None else models[:1])
+        self.taps = self._tap_heads(models if cache is None or self.asks_beside_cache else models[:1])
         if self.inner.terms:
-            taps = self.taps[self.student], self.taps[self.first]
-            self.inner.check(*taps, self.models, self.trainer.device)
+            student, teacher = (self.taps.get(self.models[name]) for name in (self.student, self.first))
+            assert student is not None and teacher is not None  # or it was refused
+            self.inner.check(student, teacher, self.models, self.trainer.device)
         self.teachers = Teachers(
-            members=self._members() if cache is None else {self.first: CachedTeacher(cache)},
+            members=self._members(cache),
             weights=self.weights,
             combine=self.combine,
         )
@@ -250,11 +245,11 @@ class DistillTask(TaskModule):
         if self.inner.terms:
             self.inner.find_modules(self.models[self.student], self.models[self.first])
 
-    def _tap_heads(self, models: Sequence[ModelHandle]) -> Mapping[str, HeadTap]:
-        """Returns where the heads of models are read, by name; none where all logits are built at once."""
+    def _tap_heads(self, models: Sequence[ModelHandle]) -> HeadTaps:
+        """Returns where the heads of models are read; none where all logits are built at once."""
         self.is_fused = self.fused is not False
         if not self.is_fused and not self.inner.terms:
-            return {}
+            return HeadTaps()
         taps, problems = tap_heads(models, vocabulary=self.vocabulary, device=self.trainer.device)
         if problems and self.fused is True:
             raise ConfigError(*(f"task.fused=true, but {problem}; set task.fused=auto" for problem in problems))
@@ -274,12 +269,18 @@ class DistillTask(TaskModule):
             self.metric_labels[name] = f"{self.metric_labels[name]}, at least"
         return cache
 
-    def _members(self) -> dict[str, Teacher]:
+    def _members(self, cache: TeacherCache | None) -> Mapping[str, Teacher]:
+        if cache is None:
+            return self._live_teachers()
+        others = self._live_teachers()[self.first] if self.asks_beside_cache else None
+        return {self.first: CachedTeacher(cache, others=others)}
+
+    def _live_teachers(self) -> dict[str, LiveTeacher]:
         visits = self.trainer.device if self.keep_teachers == "host" else None
         return {
             name: LiveTeacher(
                 self.models[name],
-                tap=self.taps.get(name),
+                tap=self.taps.get(self.models[name]),
                 vocabulary=self.vocabulary,
                 alignment=self.alignment,
                 visits=visits,
@@ -355,27 +356,32 @@ class DistillTask(TaskModule):
         }
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
-        counted = completion_mask(batch)
-        labels, groups = next_tokens(batch, counted), self.quality.groups_of(batch, counted)
-        with self.teachers.read(batch, counted, owners=self._owners(batch, self.validation_sources)) as panel:
-
-            def measure(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-                found = aligned(self.alignment, logits, panel.mixture(rows), labels[rows], temperature=1.0)
-                return logits.new_zeros(()), self.quality.sums(*found, groups[rows])
-
-            _, sums, _ = self._learn(batch, counted, measure)
-            return self.quality.metrics(sums) | panel.recorded()
+        return self.measure(batch, self.quality)
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         return derive_quality(metrics)
+
+    def measure(self, batch: Batch, quality: Quality) -> dict[str, Metric]:
+        """Returns the metrics of a micro-batch of held-out examples."""
+        counted = completion_mask(batch)
+        labels, groups = next_tokens(batch, counted), quality.groups_of(batch, counted)
+        with self.teachers.read(batch, counted, owners=self._owners(batch, self.validation_sources)) as panel:
+
+            def compute(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+                found = aligned(self.alignment, logits, panel.mixture(rows), labels[rows], temperature=1.0)
+                return logits.new_zeros(()), quality.sums(*found, groups[rows])
+
+            _, sums, _ = self._learn(batch, counted, compute)
+            return quality.metrics(sums) | panel.recorded()
 
     def _learn(
         self, batch: Batch, counted: Tensor, objective: TileLoss, *, paths: Sequence[str] = ()
     ) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
         """Returns the student's objective and sums over the N positions that count, and its inner states."""
-        tap = self.taps.get(self.student)
+        model = self.models[self.student]
+        tap = self.taps.get(model)
         if tap is None:
-            logits = counted_logits(self.models[self.student], batch, counted, vocabulary=self.vocabulary)
+            logits = counted_logits(model, batch, counted, vocabulary=self.vocabulary)
             return *objective(logits, slice(0, len(logits))), {}
         sums: list[Tensor] = []
 
@@ -396,9 +402,9 @@ class DistillTask(TaskModule):
 
 
 @contextmanager
-def _collected(problems: list[str], *, key: str = "") -> Iterator[None]:
+def collected(problems: list[str]) -> Iterator[None]:
     """Adds what is refused within it to the problems, so that all are told at once."""
     try:
         yield
     except ConfigError as error:
-        problems += [f"{key}{problem}" for problem in error.problems]
+        problems += error.problems

@@ -18,6 +18,7 @@ from tasks.embeddings import (
     spearman,
 )
 from tasks.losses.features import attention_relations, hidden_cosine, hidden_mse, similarity_kl, similarity_mse
+from tasks.pairs import find_member_problems
 from tasks.schedule import Schedule
 from tasks.taps import find_module
 from tasks.term_reading import ONE, RELATIONS, STATE_LOSSES, Reading, StateLoss, read_terms
@@ -143,6 +144,7 @@ class DistillEncoderTask(TaskModule):
             raise ConfigError(*problems)
         self.student, self.teacher, self.projection, self.fields = student, teacher, projection, tuple(fields)
         self.reference = teacher
+        self.one_loss = [student] if projection is None else [student, projection]
         self.metric_labels = {**METRICS, "cosine": f"cosine to {teacher}"}
         self.batch_fields = tuple(f"{name}_{part}" for name in fields for part in ("input_ids", "attention_mask"))
         self.places = list(dict.fromkeys(place for term in self.terms.values() for place in term.places))
@@ -155,21 +157,8 @@ class DistillEncoderTask(TaskModule):
         self._scores: list[dict[str, float]] = []
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
-        roles = {"student": self.student, "teacher": self.teacher, "projection": self.projection}
-        given = {role: name for role, name in roles.items() if name is not None}
-        problems = [
-            f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}"
-            for role, name in given.items()
-            if name not in trainable
-        ]
-        problems += [
-            f"models.{name}.trainable=false, but task.{role} trains it; set it to true"
-            for role, name in given.items()
-            if stage == "fit" and role != "teacher" and trainable.get(name) is False
-        ]
-        if trainable.get(self.teacher):
-            problems.append(f"models.{self.teacher}.trainable=true, but task.teacher is frozen; set it to false")
-        return problems
+        trained = [("student", self.student), *([("projection", self.projection)] if self.projection else [])]
+        return find_member_problems(trainable, trained=trained, frozen=[("teacher", self.teacher)], stage=stage)
 
     def setup(self, stage: str) -> None:
         mine, theirs = (_config(self.models[name], "hidden_size") for name in (self.student, self.teacher))

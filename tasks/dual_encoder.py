@@ -35,6 +35,7 @@ class DualEncoderTask(TaskModule):
         if not temperature > 0:
             raise ConfigError(f"task.temperature={temperature}: must be above 0")
         self.query, self.document, self.temperature = query, document, temperature
+        self.one_loss = (query, document)
         self._seen: list[Tensor] = []  # of the running validation: (B, 2, D), queries and documents
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:

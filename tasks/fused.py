@@ -35,7 +35,7 @@ def fused_loss(hidden: Tensor, head: Head, loss: TileLoss, *, tile_rows: int | N
     Returns:
         The sum of all objectives, (), and the sum of all sums, (M,), without a graph.
     """
-    num_rows = tile_rows or (CPU_ROWS if hidden.device.type == "cpu" else GPU_ROWS)
+    num_rows = tile_rows or default_rows(hidden.device)
     found: tuple[Tensor, Tensor] = _FusedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, head, loss, num_rows, torch.is_grad_enabled()
     )
@@ -55,13 +55,12 @@ class _FusedLoss(torch.autograd.Function):
         has_graph: bool,
     ) -> tuple[Tensor, Tensor]:
         hidden, head = hidden.detach(), head.detached()
-        if torch.is_autocast_enabled(hidden.device.type):  # the product as the model computes it, all else in float32
-            dtype = torch.get_autocast_dtype(hidden.device.type)
-            hidden, head = hidden.to(dtype), head.to(dtype)
-        gradients = _Gradients(hidden, head, wanted=[has_graph and wanted for wanted in ctx.needs_input_grad[:3]])
+        dtype = product_dtype(hidden)
+        hidden, head = hidden.to(dtype), head.to(dtype)
+        gradients = Gradients(hidden, head, wanted=[has_graph and wanted for wanted in ctx.needs_input_grad[:3]])
         totals: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
-            for rows in _parts(len(hidden), num_rows):
+            for rows in parts(len(hidden), num_rows):
                 *found, gradient = _run_tile(hidden, head, loss, rows, has_graph=gradients.are_wanted)
                 if gradient is not None:
                     gradients.add(rows, gradient)
@@ -86,6 +85,17 @@ class _FusedLoss(torch.autograd.Function):
         return (*gradients.times(upstream), None, None, None, None)
 
 
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """Returns what the head's product is computed in, as the model computes it; all else is float32 at least."""
+    device = hidden.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+
+
+def default_rows(device: torch.device) -> int:
+    """Returns the rows of a tile that suit a device."""
+    return CPU_ROWS if device.type == "cpu" else GPU_ROWS
+
+
 def _run_tile(
     hidden: Tensor, head: Head, loss: TileLoss, rows: slice, *, has_graph: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -100,7 +110,7 @@ def _run_tile(
     return objective.detach(), sums.detach(), gradient
 
 
-class _Gradients:
+class Gradients:
     """The gradients of hidden states, weight and bias, in float32 at least, as far as they are wanted.
 
     Args:
@@ -137,7 +147,7 @@ def _add_product(total: Tensor, gradient: Tensor, weight: Tensor) -> None:
     elif weight.dtype == total.dtype:
         total.addmm_(gradient, weight)
     else:  # float16 has no room for a gradient before the loss scale multiplies it
-        for block in _parts(len(weight), BLOCK // weight.shape[1]):
+        for block in parts(len(weight), BLOCK // weight.shape[1]):
             total.addmm_(gradient[:, block], weight[block].to(total.dtype))
 
 
@@ -147,11 +157,11 @@ def _add_outer(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
         total.addmm_(gradient.T, hidden.to(total.dtype))
         return
     gradient = gradient.to(hidden.dtype)  # on a GPU products in float32 take many times as long
-    for block in _parts(len(total), BLOCK // total.shape[1]):
+    for block in parts(len(total), BLOCK // total.shape[1]):
         total[block].add_(gradient[:, block].T @ hidden)
 
 
-def _parts(count: int, size: int) -> Iterator[slice]:
+def parts(count: int, size: int) -> Iterator[slice]:
     """Yields slices of at most so many; of nothing one empty slice, so that a loss of no row keeps its shapes."""
     size = max(1, size)
     for start in range(0, max(1, count), size):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -122,6 +122,13 @@ class HeadTap:
             return f"the head of models.{model.name} is {type(linear).__name__}, not a plain nn.Linear"
         return cls(model, linear, readings=_readings(module.config), vocabulary=vocabulary)
 
+    def of_copy(self, model: ModelHandle) -> HeadTap:
+        """Returns the same of another copy of the model."""
+        tap = HeadTap.of(model, vocabulary=self.vocabulary)
+        assert isinstance(tap, HeadTap), tap  # the first one's head is read
+        tap.scale, tap.softcap = self.scale, self.softcap
+        return tap
+
     def run(self, batch: Batch, counted: Tensor, compute: Compute, paths: Sequence[str] = ()) -> dict[str, Any]:
         """Runs the model, and `compute` in the place of its head.
 
@@ -158,17 +165,6 @@ class HeadTap:
 
         output = self.run(batch, counted, keep, paths)
         return output["head"], heads[0], output["hidden"]
-
-    def hidden(self, batch: Batch, counted: Tensor) -> Tensor:
-        """Returns what the head gets at the positions that count, (N, H)."""
-        hidden: Tensor = self.run(batch, counted, lambda hidden, head: hidden)["head"]
-        return hidden
-
-    @contextmanager
-    def loaded(self) -> Iterator[Head]:
-        """Gives the head outside of a forward, to be read only; every rank must enter it."""
-        with self.model.gathered(self.linear.parameters()):
-            yield self._head().detached()
 
     def verify(self, batch: Batch, counted: Tensor) -> str | None:
         """Compares the head with the model's own logits; returns in words why it cannot be used, None if it can.
@@ -264,10 +260,26 @@ def _readings(config: PreTrainedConfig) -> list[tuple[float, float | None]]:
     return list(dict.fromkeys(itertools.product([*scales, 1.0], [*caps, None])))
 
 
+@dataclass(kw_only=True, frozen=True)
+class HeadTaps:
+    """The taps of several models, looked up by the model that is called.
+
+    Under the same name another copy may be called later, such as an export that is loaded again; a tap that is kept by
+    name would go on asking the first one, and compare it with itself.
+    """
+
+    taps: Mapping[str, HeadTap] = field(default_factory=dict)
+
+    def get(self, model: ModelHandle) -> HeadTap | None:
+        """Returns the tap of this very model; None: all its logits are built at once."""
+        tap = self.taps.get(model.name)
+        return tap if tap is None or tap.model is model else tap.of_copy(model)
+
+
 def tap_heads(
     models: Sequence[ModelHandle], *, vocabulary: int | None, device: torch.device
-) -> tuple[dict[str, HeadTap], list[str]]:
-    """Returns the taps of all models by name, each tried out; or none, and why not.
+) -> tuple[HeadTaps, list[str]]:
+    """Returns the taps of all models, each tried out; or none, and why not.
 
     Every rank must call it.
     """
@@ -281,7 +293,7 @@ def tap_heads(
             problems.append(problem)
         elif isinstance(tap, HeadTap):
             taps[model.name] = tap
-    return ({} if problems else taps), problems
+    return HeadTaps(taps={} if problems else taps), problems
 
 
 def sample_batch(device: torch.device) -> tuple[Batch, Tensor]:

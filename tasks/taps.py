@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer import ConfigError, ModelHandle
+from trainer import ConfigError, ModelHandle, did_you_mean
 
 
 def tapped_forward(
@@ -87,13 +87,15 @@ def find_module(model: ModelHandle, path: str) -> nn.Module:
         if part.startswith("-") and part[1:].isdigit() and isinstance(module, nn.ModuleList | nn.Sequential):
             part = str(len(children) + int(part))
         if part not in children:
-            raise ConfigError(f"models.{model.name} has no module {path!r}; {_hint(root, path)}")
+            raise ConfigError(f"models.{model.name} has no module {path!r}{_hint(root, path)}")
         module = children[part]
     return module
 
 
 def base_model(module: nn.Module) -> nn.Module:
     """Returns the model under peft's adapters, or the module itself."""
+    if "peft" not in sys.modules:  # its import takes half a second, and may warn
+        return module
     from peft import PeftModel
 
     return module.get_base_model() if isinstance(module, PeftModel) else module
@@ -101,5 +103,4 @@ def base_model(module: nn.Module) -> nn.Module:
 
 def _hint(root: nn.Module, path: str) -> str:
     names = [name for name, _ in root.named_modules() if name]
-    near = difflib.get_close_matches(path, names, 3)
-    return f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(dict(root.named_children()))}"
+    return did_you_mean(path, names) or f"; it has {', '.join(dict(root.named_children()))}"

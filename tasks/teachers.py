@@ -20,6 +20,7 @@ from tasks.vocabulary import Alignment
 from trainer import Batch, ConfigError, Metric, ModelHandle, did_you_mean
 
 COMBINATIONS = ("distributions", "losses", "routes")
+NEW_TEXT = "is_new_text"  # field of a batch: whether its answers were written in this run
 
 
 @dataclass(kw_only=True)
@@ -115,14 +116,22 @@ class LiveTeacher:
 
 
 class CachedTeacher:
-    """What a teacher said once, read from disk by the content of the examples."""
+    """What a teacher said once, read from disk by the content of the examples.
 
-    def __init__(self, cache: TeacherCache) -> None:
-        self.cache = cache
+    Args:
+        others: The teacher itself, who is asked about text that no cache can have.
+    """
+
+    def __init__(self, cache: TeacherCache, *, others: LiveTeacher | None = None) -> None:
+        self.cache, self.others = cache, others
 
     @contextmanager
     def read(self, batch: Batch, counted: Tensor, *, paths: Sequence[str] = ()) -> Iterator[Answers]:
         """Gives its answers, which are read from the disk while the student's forward runs; it has no inner states."""
+        if batch.get(NEW_TEXT) and self.others is not None:
+            with self.others.read(batch, counted, paths=paths) as answers:
+                yield answers
+            return
         found = self.cache.request(batch, counted)
         yield Answers(at=lambda rows: found.result()[0][rows], label_log_probs=lambda: found.result()[1])
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
+SINGLE = (2 - 2**-23) * 2.0**127  # the largest number that a float32 holds
+
 
 def is_number(value: Any) -> TypeGuard[float]:
     """Returns whether a value is a number that a float holds; true and false are none, and neither are nan and inf."""
@@ -14,9 +16,38 @@ def is_number(value: Any) -> TypeGuard[float]:
     return -sys.float_info.max <= value <= sys.float_info.max  # math.isfinite raises for a whole number of 400 digits
 
 
+def is_single(value: Any) -> TypeGuard[float]:
+    """Returns whether a value is a number that a float32 holds, which is what losses and rewards are computed in."""
+    return is_number(value) and abs(value) <= SINGLE
+
+
 def is_whole(value: Any) -> TypeGuard[int]:
     """Returns whether a value is a whole number; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_at_least(value: Any, least: float) -> bool:
+    """Returns whether a value is a number, and no less than another."""
+    return is_number(value) and value >= least
+
+
+def is_above(value: Any, least: float) -> bool:
+    """Returns whether a value is a number, and more than another."""
+    return is_number(value) and value > least
+
+
+def find_value_problems(key: str, **values: tuple[Any, bool, str]) -> list[str]:
+    """Returns the problem of each value that is not right.
+
+    Args:
+        key: What the names stand under, such as "task".
+        values: By name: the value, whether it is right, and what it must be.
+    """
+    return [
+        f"{key}.{name}={value!r}: must be {wanted}"
+        for name, (value, is_right, wanted) in values.items()
+        if not is_right
+    ]
 
 
 def find_role_problems(roles: Mapping[str, Any]) -> list[str]:

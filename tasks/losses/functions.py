@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +21,7 @@ from tasks.losses.divergences import (
 )
 from tasks.losses.top_tokens import TopTokens
 from tasks.values import is_number, is_whole
-from trainer import ConfigError
+from trainer import ConfigError, did_you_mean
 
 
 class TokenLoss(Protocol):
@@ -108,10 +107,9 @@ def accepts_top_tokens(name: str) -> bool:
 
 def _find_own(name: Any) -> Any:
     if not isinstance(name, str) or "." not in name or "" in name.split("."):
-        near = difflib.get_close_matches(str(name), FUNCTIONS, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        hint = did_you_mean(str(name), FUNCTIONS)
         raise ConfigError(
-            f"{name!r} is no loss function; {hint}use {', '.join(FUNCTIONS)}, or the dotted path of your own"
+            f"{name!r} is no loss function{hint}; use {', '.join(FUNCTIONS)}, or the dotted path of your own"
         )
     module_name, _, attribute = name.rpartition(".")
     try:
@@ -161,10 +159,8 @@ def _unknown(name: str, options: Mapping[str, Any], keywords: Mapping[str, bool]
         if not isinstance(key, str):
             problems.append(f"{key!r} is no option of {name}; options have names")
             continue
-        near = difflib.get_close_matches(key, [*keywords, *beside], 1)
-        hint = f"did you mean {near[0]}? " if near else ""
         has = f"it has {', '.join(keywords)}" if keywords else "it has none"
-        problems.append(f"{key} is no option of {name}; {hint}{has}")
+        problems.append(f"{key} is no option of {name}{did_you_mean(key, [*keywords, *beside])}; {has}")
     return problems
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tasks.teacher_cache.key import CacheOptions, Reading, check_tokens, data_parts, find_token_problems, teacher_parts
 from tasks.teacher_cache.reader import TeacherCache
-from tasks.teacher_cache.recording import live_entries, load_batch, refuse_together
+from tasks.teacher_cache.recording import live_entries, load_batch
 from tasks.teacher_cache.rows import DIGEST_BYTES, describe_examples, describe_rows
 from tasks.teacher_cache.shards import Array
-from trainer import ConfigError, ModelHandle, MultiModelTrainer, gather
+from trainer import ConfigError, ModelHandle, MultiModelTrainer, gather, refuse_together
 
 log = logging.getLogger(__name__)
 

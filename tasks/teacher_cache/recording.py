@@ -30,7 +30,7 @@ from tasks.teacher_cache.shards import (
     share_of,
     write_shard,
 )
-from trainer import Batch, ConfigError, ModelHandle, MultiModelTrainer, gather
+from trainer import Batch, ConfigError, ModelHandle, MultiModelTrainer, gather, refuse_together
 
 log = logging.getLogger(__name__)
 
@@ -121,13 +121,6 @@ def _claim(trainer: MultiModelTrainer, folder: Path) -> FileLock | None:
             problems = error.problems
     refuse_together(problems)
     return lock
-
-
-def refuse_together(problems: Sequence[str]) -> None:
-    """Raises ConfigError on every rank with the problems of all; all ranks call it."""
-    found = [problem for theirs in gather(list(problems)) for problem in theirs]
-    if found:
-        raise ConfigError(*dict.fromkeys(found))
 
 
 def _go_on(trainer: MultiModelTrainer, folder: Path, key: CacheKey) -> set[bytes]:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
+from tests.tasks.log_prob_runs import run_token_tasks
 from tests.tasks.task_runs import run_tasks
 
 
@@ -13,3 +14,10 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each rank found."""
     folder = tmp_path_factory.mktemp("tasks")
     return run_ranks(run_tasks, folder, folder=folder, world_size=request.param)
+
+
+@pytest.fixture(scope="session", params=[1, 2], ids=["1 rank", "2 ranks"])
+def token_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found of token log-probabilities and of task=sft."""
+    folder = tmp_path_factory.mktemp("tokens")
+    return run_ranks(run_token_tasks, folder, folder=folder, world_size=request.param)

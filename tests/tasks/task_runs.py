@@ -208,13 +208,14 @@ def fit(
     data: TrainingData,
     *,
     steps: int = STEPS,
+    resume: Path | None = None,
     **options: Any,
 ) -> tuple[MultiModelTrainer, Found]:
     """Returns the trainer after its run, and what the tests ask about; every rank must call it."""
     reset_accelerate()
     watch = Watch()
     trainer = MultiModelTrainer(plugins, max_steps=steps, log_every=1, callbacks={"watch": watch}, **options)
-    trainer.fit(task, models=models, data=data)
+    trainer.fit(task, models=models, data=data, resume=resume)
     engines = {name: (type(model.engine).__name__, model.stage) for name, model in trainer.models.items()}
     weights: dict[str, Weights] = {}
     for name, model in trainer.models.items():

@@ -1,6 +1,5 @@
 """The distillation task: its update against plain float64 PyTorch, its masks, metrics and refusals."""
 
-import contextlib
 import copy
 import math
 from types import SimpleNamespace
@@ -36,9 +35,6 @@ class Handle:
         if isinstance(output, Tensor) or "logits" in output:
             self.widths.append((output if isinstance(output, Tensor) else output.logits).shape[1])
         return output
-
-    def gathered(self, parameters):
-        return contextlib.nullcontext()
 
     def set_training(self, mode: bool) -> None:
         self.module.train(mode and self.trainable)
@@ -454,7 +450,7 @@ def test_wrong_roles_are_refused_by_key_before_models_are_built():
 
     assert task.check_models({"student": True, "teacher": False}, stage="fit") == []
     assert task.check_models({"student": False, "teacher": True}, stage="fit") == [
-        "models.student.trainable=false, but the task trains it; set it to true",
+        "models.student.trainable=false, but task.student trains it; set it to true",
         "models.teacher.trainable=true, but task.teacher is frozen; set it to false",
     ]
     assert DistillTask(teacher="techer", terms=FORWARD_KL).check_models(

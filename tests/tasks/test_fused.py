@@ -168,7 +168,7 @@ def test_a_frozen_head_gets_no_gradient_and_frozen_hidden_states_neither() -> No
 def test_without_grad_mode_only_the_sums_are_computed() -> None:
     head, hidden = make_head(H, seed=0), draw(N, H, seed=20).requires_grad_()
 
-    with torch.no_grad(), mock.patch.object(tasks.fused._Gradients, "add", side_effect=AssertionError("no gradient")):
+    with torch.no_grad(), mock.patch.object(tasks.fused.Gradients, "add", side_effect=AssertionError("no gradient")):
         objective, sums = fused_loss(hidden, head, plain_loss, tile_rows=1)
 
     assert not objective.requires_grad
@@ -211,7 +211,7 @@ def test_bfloat16_adds_up_in_float32_however_small_the_tiles() -> None:
         for rows in (1, 16, 2048)
     }
     naive = torch.zeros(64, 32, dtype=torch.bfloat16)
-    for rows in tasks.fused._parts(2048, 16):
+    for rows in tasks.fused.parts(2048, 16):
         naive += torch.autograd.grad(loss(hidden[rows].detach() @ head.weight.T, rows)[0], head.weight)[0]
 
     errors = {rows: relative(weight, of_weight) for rows, (_, weight) in found.items()}

@@ -32,7 +32,7 @@ from tests.tasks.teacher_cache.cache_runs import (
 )
 from trainer import IGNORED, ConfigError
 from trainer.data.text import TextDataset
-from trainer.task import find_role_problems
+from trainer.task import find_task_problems
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +184,7 @@ def test_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_tasks_without_a_teacher_refuse_the_mode() -> None:
-    (problem,) = find_role_problems(DisjointTask(), trainable={"small": True}, own_data=[], stage="cache_teacher")
+    (problem,) = find_task_problems(DisjointTask(), trainable={"small": True}, own_data=[], stage="cache_teacher")
 
     assert "mode=cache_teacher: DisjointTask has no such mode, only fit, validate, export" in problem
 
@@ -192,7 +192,7 @@ def test_tasks_without_a_teacher_refuse_the_mode() -> None:
 def test_recording_needs_a_path_and_a_teacher_but_no_student() -> None:
     task = DistillTask(terms=KL)
 
-    (problem,) = find_role_problems(task, trainable={"teacher": False}, own_data=[], stage="cache_teacher")
+    (problem,) = find_task_problems(task, trainable={"teacher": False}, own_data=[], stage="cache_teacher")
 
     assert problem.startswith("task.cache.path is missing")
     assert task.models_for("cache_teacher", ["student", "teacher"]) == ["teacher"]
