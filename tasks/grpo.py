@@ -1,0 +1,385 @@
+"""GRPO: a model answers each prompt several times, and learns from which answers were rewarded more than the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tasks.generation import GenerationOptions, Writer, greedy, log_samples, make_writer, read_options, row_seeds
+from tasks.heads import HeadTaps, tap_heads
+from tasks.health import Health, read_health, warn
+from tasks.language import completion_mask
+from tasks.log_probs import token_log_probs
+from tasks.losses.policy import KL_ESTIMATES, PolicyLoss, Tokens, batch_deviation, group_advantages
+from tasks.policy_options import AdvantageOptions, KlOptions, read_advantages, read_kl, read_loss
+from tasks.policy_update import PolicyUpdate
+from tasks.prompts import PROMPT_FIELDS, longest_prompt, prompts_of, repeat
+from tasks.reference import AdapterOff, FrozenReference, Reference
+from tasks.rewards import Answers, Rewards, means, read_rewards
+from tasks.sequences import Exchange, join, pad_token
+from tasks.values import find_role_problems, is_whole
+from trainer import IGNORED, LOGITS, Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, sum_over_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
+
+NUM_SHOWN = 8  # answers in a table
+ADAPTER = "adapter"
+
+
+class GrpoTask(TaskModule):
+    """Trains the actor on groups of its own answers, by clipped policy gradients (arXiv:2402.03300, eq. 3).
+
+    Each window of prompts is a rollout: the actor answers each prompt `num_completions` times, the answers are
+    rewarded, and an answer's advantage is its reward beside those of the same prompt. `epochs` global steps train on
+    it. What is drawn follows from the seed, the step, the prompt and the answer's number alone.
+
+    Args:
+        actor: Name of the trained model.
+        reference: What the actor is kept near, or compared with: the name of a frozen model; "adapter": the actor
+            without its LoRA adapters; None: nothing.
+        num_completions: Answers to each prompt.
+        epochs: Global steps on each rollout.
+        generation: How answers are drawn, see `tasks.generation`; held-out ones are greedy.
+        rewards: What is rewarded, see `tasks.rewards`.
+        advantages: See `AdvantageOptions`.
+        loss: See `PolicyLoss`.
+        kl: See `KlOptions`.
+        mask_truncated: Whether answers that were cut are rewarded, but not trained on.
+        fused: Whether logits are made tile by tile: "auto": where the heads allow it; True, False.
+        health: See `HealthOptions`; None: nothing is warned of.
+        samples_every: Global steps from one table of answers to the next.
+    """
+
+    batch_fields, reads_one_batch = PROMPT_FIELDS, True
+
+    def __init__(
+        self,
+        *,
+        actor: str = "actor",
+        reference: str | None = None,
+        num_completions: int = 8,
+        epochs: int = 1,
+        generation: Mapping[str, Any] | None = None,
+        rewards: Mapping[str, Any] | None = None,
+        advantages: Mapping[str, Any] | None = None,
+        loss: Mapping[str, Any] | None = None,
+        kl: Mapping[str, Any] | None = None,
+        mask_truncated: bool = False,
+        fused: bool | str = "auto",
+        health: Mapping[str, Any] | None = None,
+        samples_every: int = 10,
+    ) -> None:
+        problems = find_role_problems({"actor": actor, **({} if reference is None else {"reference": reference})})
+        if actor == reference:
+            problems.append(f"task.actor and task.reference are both {actor!r}; name two models")
+        for key, value, least in (
+            ("num_completions", num_completions, 2),
+            ("epochs", epochs, 1),
+            ("samples_every", samples_every, 1),
+        ):
+            if not (is_whole(value) and value >= least):
+                problems.append(f"task.{key}={value!r}: must be a whole number of at least {least}")
+        if not isinstance(mask_truncated, bool):
+            problems.append(f"task.mask_truncated={mask_truncated!r}: must be true or false")
+        if fused != "auto" and not isinstance(fused, bool):
+            problems.append(f"task.fused={fused!r}: must be auto, true or false")
+        options = _read(problems, lambda: read_options({} if generation is None else generation)) or GenerationOptions()
+        if options.temperature == 0:
+            problems.append("task.generation.temperature=0: all answers to a prompt would be the same; set it above 0")
+        found_loss = _read(problems, lambda: read_loss(loss, max_length=options.max_new_tokens))
+        found_kl = _read(problems, lambda: read_kl(kl))
+        found_advantages = _read(problems, lambda: read_advantages(advantages))
+        found_rewards = _read(problems, lambda: read_rewards({} if rewards is None else rewards))
+        watched = _read(problems, lambda: read_health(health))
+        if found_kl is not None and found_kl.weight > 0 and reference is None:
+            problems.append(
+                f"task.kl.weight={found_kl.weight} needs a reference; name a frozen model: task.reference=reference"
+            )
+        if found_loss is None or found_kl is None or found_advantages is None or found_rewards is None or problems:
+            raise ConfigError(*problems)
+        self.actor, self.compared, self.num_completions, self.passes = actor, reference, num_completions, epochs
+        self.frozen = None if reference == ADAPTER else reference  # a model of its own
+        self.options: GenerationOptions = options
+        self.loss: PolicyLoss = found_loss
+        self.kl: KlOptions = found_kl
+        self.advantages: AdvantageOptions = found_advantages
+        self.rewards: Rewards = found_rewards
+        self.mask_truncated, self.fused = mask_truncated, fused
+        self.samples_every = samples_every
+        self.health = Health(watched, prefix=f"train/{actor}/") if watched is not None else None
+        self.own_tokens = tuple(found_rewards.model_names)
+        self.reads = {name: LOGITS for name in (actor, self.frozen) if name is not None} | found_rewards.reads
+        self.metric_labels = {
+            "reward": "reward",
+            **{f"reward/{name}": f"- {name}" for name in found_rewards.names},
+            "log_prob": "log-probability of its tokens (nats)",
+            "answer_tokens": "tokens of an answer",
+            "ended": "share of answers that end",
+        }
+        self.taps = HeadTaps()
+        self._written_after: int | None = None  # the actor's updates that the writer knows of
+        self._shown_at: int | None = None  # the global step of the last table
+        self._said: list[list[str]] = []  # held-out prompts and answers of the current validation
+        self._before: list[list[str]] = []  # those of the first one
+
+    # Checks --------------------------------------------------------------------------------------------------------
+
+    def models_for(self, mode: str, names: Sequence[str]) -> list[str]:
+        needed = {self.actor} if mode == "export" else {self.actor, *self.own_tokens}
+        if mode == "fit":
+            is_asked = "reference" in (self.frozen, *self.own_tokens)
+            return [name for name in names if name != "reference" or is_asked]
+        return [name for name in names if name in needed]
+
+    def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
+        problems = []
+        if self.actor not in trainable:
+            problems.append(f"task.actor={self.actor}: models has no {self.actor}, only {', '.join(trainable)}")
+        elif stage == "fit" and not trainable[self.actor]:
+            problems.append(f"models.{self.actor}.trainable=false, but task.actor trains it; set it to true")
+        if stage == "fit" and self.frozen is not None:
+            if self.frozen not in trainable:
+                problems.append(
+                    f"task.reference={self.frozen}: models has no {self.frozen}, only {', '.join(trainable)}"
+                )
+            elif trainable[self.frozen]:
+                problems.append(f"models.{self.frozen}.trainable=true, but task.reference is frozen; set it to false")
+        return problems + (self.rewards.check_models(trainable) if stage != "export" else [])
+
+    def check_adapters(self, adapted: Sequence[str]) -> list[str]:
+        if self.compared != ADAPTER or self.actor in adapted:
+            return []
+        rule = f"give models.{self.actor}.lora.r=8, or the name of a frozen model"
+        return [f"task.reference=adapter: models.{self.actor} has no adapters to switch off; {rule}"]
+
+    def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
+        if tokenizers.get(self.actor) is None:
+            return ["the task reads text, but no model brings a tokenizer; give data.tokenizer=<folder>"]
+        return self.rewards.check_tokenizers(tokenizers)
+
+    def check_batch(self, batch: Batch, key: str) -> list[str]:
+        return self.rewards.check_columns(list(batch["columns"]), data=key)
+
+    def setup(self, stage: str) -> None:
+        tokenizer = self.trainer.tokenizers[self.actor]
+        assert tokenizer is not None  # checked
+        self.tokenizer, self.device = tokenizer, self.trainer.device
+        self.rewards.setup(self, writer=self.actor)
+        frozen = [self.models[self.frozen]] if self.frozen is not None and self.frozen in self.models else []
+        self.writer: Writer = make_writer(
+            self.models[self.actor],
+            tokenizer,
+            options=self.options,
+            device=self.device,
+            prompt=longest_prompt(self.trainer.sources),
+            readers=[*frozen, *self.rewards.readers],
+        )
+        if stage == "fit" and self.fused is not False:
+            self.taps, problems = tap_heads([self.models[self.actor], *frozen], vocabulary=None, device=self.device)
+            if problems and self.fused is True:
+                raise ConfigError(*(f"task.fused=true: {problem}" for problem in problems))
+            if problems:
+                log.info("logits are made all at once: %s", "; ".join(problems))
+
+    # Rollouts ------------------------------------------------------------------------------------------------------
+
+    def prepare_batch(self, batch: Batch) -> Batch:
+        samples, trainer = self.num_completions, self.trainer
+        seeds = row_seeds(trainer.seed, trainer.global_step, trainer.indices[""], samples=samples)
+        exchanges, is_ended = self._write(batch, samples=samples, seeds=seeds, options=self.options)
+        answers = Answers.of(batch, exchanges, samples=samples, tokenizer=self.tokenizer)
+        components = self.rewards.score(answers, device=self.device)
+        self._show(answers, components)
+        rollout = join(exchanges, pad_id=pad_token(self.tokenizer), device=self.device)
+        lengths = [len(exchange.answer) for exchange in exchanges]
+        rollout |= {
+            "components": components,
+            "rewards": self.rewards.total(components),
+            "is_ended": torch.tensor(is_ended, device=self.device),
+            "lengths": torch.tensor(lengths, device=self.device),
+        }
+        if self._needs_old:
+            with self._evaluating():
+                rollout["old"] = self._log_probs(self.models[self.actor], rollout)
+        if self.compared is not None:
+            rollout["reference"] = self._speaker().log_probs(rollout)
+        if self.kl.weight > 0 and self.kl.place == "reward":
+            apart = KL_ESTIMATES[self.kl.estimator](rollout["old"], rollout["reference"])
+            rollout["rewards"] = rollout["rewards"] - self.kl.weight * apart.sum(-1)
+        if self.mask_truncated:
+            rollout["labels"] = rollout["labels"].masked_fill(~rollout["is_ended"][:, None], IGNORED)
+        return rollout
+
+    @property
+    def _needs_old(self) -> bool:
+        """Whether the answers are trained on by a policy that has moved since it wrote them."""
+        num_updates = self.trainer.gradient_accumulation_steps // self.models[self.actor].accumulation
+        return self.passes > 1 or num_updates > 1 or (self.kl.weight > 0 and self.kl.place == "reward")
+
+    def prepare_window(self, batches: list[Batch], *, is_filler: Sequence[bool]) -> list[Batch]:
+        deviation = None
+        if self.advantages.scale == "batch":
+            counted = [batch["rewards"] for batch, filler in zip(batches, is_filler, strict=True) if not filler]
+            deviation = batch_deviation(
+                torch.cat(counted) if counted else torch.zeros(0, device=self.device), sum_over_ranks
+            )
+        for batch in batches:
+            groups = batch["rewards"].view(-1, self.num_completions)
+            options = self.advantages
+            found = group_advantages(groups, baseline=options.baseline, scale=options.scale, deviation=deviation)
+            batch["advantages"] = found.flatten()
+        return batches
+
+    def count_items(self, batch: Batch) -> Tensor:
+        if "labels" not in batch:  # a validation's prompts
+            return torch.tensor(len(batch["prompt_input_ids"]))
+        return self.loss.items(completion_mask(batch))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
+        counted = completion_mask(batch)
+        tokens = Tokens.of(counted)
+        update = PolicyUpdate(
+            loss=self.loss,
+            kl=self.kl,
+            old=batch["old"][counted] if "old" in batch else None,
+            advantages=batch["advantages"][tokens.rows],
+            reference=batch["reference"][counted] if "reference" in batch else None,
+            tokens=tokens,
+            temperature=self.options.temperature,
+        )
+        actor = self.models[self.actor]
+        total, watched = update.run(actor, batch, counted, tap=self.taps.get(actor))
+        metrics: dict[str, Metric] = {name: (value, len(tokens.rows)) for name, value in watched.items()}
+        metrics |= self._reward_metrics(batch["components"], batch["rewards"])
+        groups = batch["rewards"].view(-1, self.num_completions)
+        is_alike = (batch["advantages"].view_as(groups) == 0).all(-1)
+        metrics |= {
+            "alike": (is_alike.sum(), len(groups)),
+            "answer_tokens": (batch["lengths"].sum(), len(batch["lengths"])),
+            "ended": (batch["is_ended"].sum(), len(batch["is_ended"])),
+        }
+        return StepOutput(
+            sums={self.actor: total}, metrics={f"{self.actor}/{name}": value for name, value in metrics.items()}
+        )
+
+    def on_train_step_end(self, metrics: dict[str, float]) -> None:
+        if self.health is not None:
+            warn(self.health.watch(metrics, step=self.trainer.global_step), is_main=self.trainer.is_main)
+
+    # Validation ----------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self) -> None:
+        self._said = []
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
+        exchanges, is_ended = self._write(batch, samples=1, seeds=None, options=greedy(self.options))
+        answers = Answers.of(batch, exchanges, samples=1, tokenizer=self.tokenizer)
+        components = self.rewards.score(answers, device=self.device)
+        rollout = join(exchanges, pad_id=pad_token(self.tokenizer), device=self.device)
+        likely, count = self._log_probs(self.models[self.actor], rollout).sum(), completion_mask(rollout).sum()
+        if not self.trainer.is_filler:
+            said = zip(answers.prompts, answers.completions, strict=True)
+            self._said = [*self._said, *map(list, said)][:NUM_SHOWN]
+        return {
+            **self._reward_metrics(components, self.rewards.total(components)),
+            "log_prob": (likely, count),
+            "answer_tokens": (sum(len(one.answer) for one in exchanges), len(exchanges)),
+            "ended": (sum(is_ended), len(is_ended)),
+        }
+
+    def on_validation_end(self, metrics: dict[str, float]) -> None:
+        trainer = self.trainer
+        if not self._before:
+            self._before = self._said
+        elif trainer.is_main:
+            rows = [
+                [prompt, before, after] for (prompt, before), (_, after) in zip(self._before, self._said, strict=False)
+            ]
+            trainer.log_table("held_out", columns=["prompt", "before", "now"], rows=rows, step=trainer.global_step)
+
+    # Parts ---------------------------------------------------------------------------------------------------------
+
+    def _write(
+        self, batch: Batch, *, samples: int, seeds: list[int] | None, options: GenerationOptions
+    ) -> tuple[list[Exchange], list[bool]]:
+        """Returns so many answers to each prompt, side by side, and whether each has ended."""
+        prompts = repeat(prompts_of(batch), samples)
+        num_updates = self.models[self.actor].num_updates
+        if self._written_after != num_updates:  # a server need not be given the same weights again
+            self._written_after = num_updates
+            self.writer.update_weights()
+        written = self.writer.write(prompts, seeds=seeds, options=options)
+        exchanges = [
+            Exchange(prompt=prompt, answer=answer, column=len(prompt))
+            for prompt, answer in zip(prompts, written.answers, strict=True)
+        ]
+        return exchanges, written.is_ended
+
+    def _log_probs(self, model: ModelHandle, rollout: Batch) -> Tensor:
+        """Returns the log-probabilities of the answers' tokens, (B, T-1), 0 elsewhere."""
+        counted = completion_mask(rollout)
+        found = token_log_probs(model, rollout, counted, temperature=self.options.temperature, tap=self.taps.get(model))
+        table = torch.zeros(counted.shape, dtype=found.log_probs.dtype, device=counted.device)
+        return table.masked_scatter(counted, found.log_probs)
+
+    def _speaker(self) -> Reference:
+        if self.frozen is None:
+            return AdapterOff(models=self.models, name=self.actor, ask=self._log_probs)
+        return FrozenReference(model=self.models[self.frozen], ask=self._log_probs)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The actor as it wrote: without dropout."""
+        actor = self.models[self.actor]
+        was_training = actor.module.training
+        actor.set_training(False)
+        try:
+            yield
+        finally:
+            actor.set_training(was_training)
+
+    def _reward_metrics(self, components: Tensor, rewards: Tensor) -> dict[str, Metric]:
+        metrics: dict[str, Metric] = {
+            f"reward/{name}": pair for name, pair in means(components, self.rewards.names).items()
+        }
+        return {"reward": (rewards.nan_to_num().sum(), (~rewards.isnan()).sum()), **metrics}
+
+    def _show(self, answers: Answers, components: Tensor) -> None:
+        """Logs some answers with their rewards, every so often."""
+        step = self.trainer.global_step
+        if step % self.samples_every or self._shown_at == step:
+            return
+        self._shown_at = step
+        log_samples(
+            self.trainer,
+            "completions",
+            prompts=answers.prompts,
+            answers=answers.completions,
+            values={name: components[:, index].tolist() for index, name in enumerate(self.rewards.names)},
+            limit=NUM_SHOWN,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"health": None if self.health is None else self.health.state_dict(), "before": self._before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._before = [list(row) for row in state["before"]]
+        if self.health is not None and state["health"] is not None:
+            self.health.load_state_dict(state["health"])
+
+
+def _read(problems: list[str], read: Any) -> Any:
+    """Returns what is read; of what is refused None, and adds its problems."""
+    try:
+        return read()
+    except ConfigError as error:
+        problems += error.problems
+        return None
