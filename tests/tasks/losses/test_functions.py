@@ -116,7 +116,7 @@ def test_options_are_bound(name, options, direct):
         (
             "generalised_jsd",
             {"bta": 0.5},
-            ["bta is no option of generalised_jsd; did you mean beta? it has beta, top_k"],
+            ["bta is no option of generalised_jsd; did you mean beta?; it has beta, top_k"],
         ),
         ("forward_kl", {"skew": 0.5}, ["skew is no option of forward_kl; it has top_k"]),
         ("forward_kl", {"temperature": 2.0}, ["temperature is no option of forward_kl; it has top_k"]),
@@ -146,7 +146,7 @@ def test_options_are_bound(name, options, direct):
             f"{HERE}.own",
             {"shrap": 1},
             [
-                f"shrap is no option of {HERE}.own; did you mean sharp? it has margin, sharp",
+                f"shrap is no option of {HERE}.own; did you mean sharp?; it has margin, sharp",
                 f"{HERE}.own needs the option margin, which is missing",
             ],
         ),
