@@ -124,3 +124,20 @@ def test_two_encoders_find_what_they_have_never_seen(tmp_path: Path) -> None:
     assert after["val/top1_accuracy"] > 0.15
     assert after["val/top5_accuracy"] > 0.3
     assert run.longest_silence < LONGEST_SILENCE
+
+
+@pytest.mark.parametrize(
+    ("task", "metric", "least"),
+    [
+        ("sft", "token_accuracy", 0.05),
+        ("reward", "accuracy", 0.1),  # 238 pairs: an interval of 6 % to both sides
+        ("ppo", "actor/reward", 0.03),
+        ("distill_encoder", "spearman", 0.05),
+    ],
+)
+def test_what_is_held_out_gets_better(task: str, metric: str, least: float, tmp_path: Path) -> None:
+    run = watch([f"task={task}"], folder=tmp_path / "run")
+
+    assert run.status == 0, "\n".join(run.lines[-40:])
+    assert run.summary["after"][f"val/{metric}"] > run.summary["before"][f"val/{metric}"] + least
+    assert run.longest_silence < LONGEST_SILENCE

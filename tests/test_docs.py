@@ -53,11 +53,19 @@ def user_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [{"prompt": f"question {number}", "completion": "answer"} for number in range(4)]
     for name in ("train.jsonl", "held_out.jsonl"):
         (folder / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    pairs = [{"prompt": f"question {number}", "chosen": "right", "rejected": "wrong"} for number in range(4)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)), encoding="utf-8")
+    prompts = [{"prompt": f"question {number}", "answer": "1"} for number in range(4)]
+    for name in ("prompts.jsonl", "sums.jsonl"):
+        (folder / name).write_text("\n".join(map(json.dumps, prompts)), encoding="utf-8")
+    (folder / "my_rewards.py").write_text("def right(completions, answer, tolerance=0.0): ...\n", encoding="utf-8")
     (folder / "corpus.txt").write_text("one\n\ntwo\n", encoding="utf-8")
     (folder / "ds_config.json").write_text('{"zero_optimization": {"stage": 2}}', encoding="utf-8")
-    for name in ("org/small", "org/large"):
+    scorer = {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    models = {name: {"model_type": "llama"} for name in ("org/small", "org/large", "outputs/sft/export/student")}
+    for name, config in {**models, "outputs/reward/export/reward": scorer}.items():
         (folder / name).mkdir(parents=True)
-        (folder / name / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+        (folder / name / "config.json").write_text(json.dumps(config), encoding="utf-8")
         save_file({"weight": torch.zeros(1)}, folder / name / "model.safetensors")
     write_empty_cache(folder / "outputs" / "teacher-cache")
     return folder
@@ -89,8 +97,8 @@ def test_documented_command_is_accepted(
         monkeypatch.delenv(name, raising=False)
     is_own_task = "--config-dir" in command
     monkeypatch.chdir(OWN_TASK if is_own_task else user_folder)
-    if is_own_task:
-        monkeypatch.syspath_prepend(str(OWN_TASK))
+    # The working folder of `python -m trainer` is on its path.
+    monkeypatch.syspath_prepend(str(OWN_TASK if is_own_task else user_folder))
 
     args, problems = arguments.parse(shlex.split(command))
     assert problems == []
