@@ -147,9 +147,9 @@ def register_schema() -> None:
     OmegaConf.register_new_resolver("only_of", only_of, replace=True)
 
 
-def only_of(build: Mapping[str, Any] | None, name: str, value: list[Any]) -> list[Any]:
-    """Returns a list that is meant for the model of one name, and an empty one where another is built.
+def only_of(build: Mapping[str, Any] | None, lora: Mapping[str, Any] | None, name: str, value: list[Any]) -> list[Any]:
+    """Returns weights to freeze that are meant for the model of one name; none where another is built, or adapters are.
 
     A preset's globs of one model's layers would match others of any other model, without a word.
     """
-    return value if build is not None and build.get("name") == name else []
+    return value if build is not None and build.get("name") == name and not lora else []

@@ -285,6 +285,7 @@ def test_a_model_takes_data_of_its_own_with_keys_that_its_node_does_not_list() -
         (("models.actor.build.name=org/other",), 0),
         (("model@models.actor.build=tiny_llama",), 0),
         (("models.actor.freeze=[]",), 0),
+        (("models.actor.lora.r=8",), 0),
         (("models.actor.build.name=org/other", "models.actor.freeze=[a.*]"), 1),
     ],
 )
