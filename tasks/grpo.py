@@ -355,7 +355,7 @@ class GrpoTask(TaskModule):
     def _show(self, answers: Answers, components: Tensor) -> None:
         """Logs some answers with their rewards, every so often."""
         step = self.trainer.global_step
-        if step % self.samples_every or self._shown_at == step:
+        if self._shown_at is not None and step < self._shown_at + self.samples_every:
             return
         self._shown_at = step
         log_samples(

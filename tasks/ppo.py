@@ -73,6 +73,7 @@ class PPOTask(TaskModule):
         missing_end_penalty: Taken from the score of an answer that was cut.
         health: What is warned of, see `tasks.health`; None: nothing.
         fused: Whether logits are made tile by tile: true, false, or "auto": where the heads allow it.
+        samples_every: Global steps from one table of drawn answers to the next.
     """
 
     batch_fields, reads_one_batch = PROMPT_FIELDS, True
@@ -94,6 +95,7 @@ class PPOTask(TaskModule):
         missing_end_penalty: float = 0.0,
         health: Mapping[str, Any] | None = None,
         fused: bool | str = "auto",
+        samples_every: int = 10,
     ) -> None:
         roles = {"actor": actor, "critic": critic, "reference": reference}
         problems = find_role_problems(roles)
@@ -103,6 +105,11 @@ class PPOTask(TaskModule):
         problems += find_value_problems(
             "task",
             epochs=(epochs, is_whole(epochs) and epochs >= 1, "a whole number of at least 1"),
+            samples_every=(
+                samples_every,
+                is_whole(samples_every) and samples_every >= 1,
+                "a whole number of at least 1",
+            ),
             gamma=(gamma, is_at_least(gamma, 0) and gamma <= 1, share),
             lam=(lam, is_at_least(lam, 0) and lam <= 1, share),
             whiten=(whiten, isinstance(whiten, bool), "true or false"),
@@ -131,7 +138,7 @@ class PPOTask(TaskModule):
         self.policy_loss = PolicyLoss(clip_low=self.loss.clip_low, clip_high=self.loss.clip_high)
         self.health = None if parts["health"] is None else Health(parts["health"], prefix=f"train/{actor}/")
         self.passes, self.gamma, self.lam, self.whiten = epochs, gamma, lam, whiten
-        self.missing_end_penalty, self.fused = missing_end_penalty, fused
+        self.missing_end_penalty, self.fused, self.samples_every = missing_end_penalty, fused, samples_every
         self.own_tokens = self.rewards.model_names
         self.reads = {actor: LOGITS, reference: LOGITS, critic: VALUES, **self.rewards.reads}
         self.metric_labels = {
@@ -145,6 +152,7 @@ class PPOTask(TaskModule):
         self._observed: tuple[int, float] | None = None  # the last rollout and its KL per answer
         self._said: list[list[str]] = []  # held-out prompts, answers and rewards of the current validation
         self._before: list[list[str]] = []  # those of the first one
+        self._shown_at: int | None = None  # the global step of the last table of drawn answers
         self._weights_of_step: int | None = None  # the global step whose weights the writer has
 
     def models_for(self, mode: str, names: Sequence[str]) -> list[str]:
@@ -200,6 +208,7 @@ class PPOTask(TaskModule):
     def prepare_batch(self, batch: Batch) -> Batch:
         seeds = row_seeds(self.trainer.seed, self._rollout, self.trainer.indices[""])
         rollout = self._answer(batch, seeds=seeds, options=self.generation)
+        self._show(rollout)
         written, counted = rollout.batch, completion_mask(rollout.batch)
         with self._evaluating():
             old = self._log_probs(self.actor, written, counted).log_probs
@@ -366,6 +375,16 @@ class PPOTask(TaskModule):
             missing_end_penalty=self.missing_end_penalty,
             device=self.trainer.device,
         )
+
+    def _show(self, rollout: Rollout) -> None:
+        """Logs some drawn answers with their scores, every so often."""
+        step = self.trainer.global_step
+        if self._shown_at is not None and step < self._shown_at + self.samples_every:
+            return
+        self._shown_at = step
+        if self.trainer.is_main:
+            columns, rows = ["prompt", "answer", "reward"], rollout.rows()[:NUM_SHOWN]
+            self.trainer.log_table("completions", columns=columns, rows=rows, step=step)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -241,6 +241,19 @@ def test_held_out_answers_stand_beside_those_of_the_first_validation() -> None:
     assert all(row[1:3] == row[3:] for row in table["rows"])
 
 
+def test_drawn_answers_are_shown_every_so_often() -> None:
+    task = ready_task(samples_every=3)
+    shown = []
+    for step in (0, 2, 4, 6):  # the first steps of rollouts
+        task.trainer.global_step = step
+        rolled_out(task, prompts(4, seed=0))
+        shown.append(len(task.trainer.tables))  # type: ignore[attr-defined]
+
+    assert shown == [1, 1, 2, 2]  # every 3 steps
+    name, table = task.trainer.tables[0]  # type: ignore[attr-defined]
+    assert (name, table["columns"], len(table["rows"])) == ("completions", ["prompt", "answer", "reward"], 4)
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
