@@ -132,7 +132,7 @@ def test_two_encoders_find_what_they_have_never_seen(tmp_path: Path) -> None:
         ("sft", "token_accuracy", 0.05),
         ("reward", "accuracy", 0.1),  # 238 pairs: an interval of 6 % to both sides
         ("ppo", "actor/reward", 0.03),
-        ("distill_encoder", "spearman", 0.05),
+        ("distill_encoder", "similarity_spearman", 0.05),
     ],
 )
 def test_what_is_held_out_gets_better(task: str, metric: str, least: float, tmp_path: Path) -> None:
