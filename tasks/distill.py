@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,7 @@ from tasks.teacher_cache import (
 )
 from tasks.teachers import CachedTeacher, LiveTeacher, Teacher, Teachers, parse_teachers
 from tasks.terms import AnyTerm, LogitsTerm, parse_terms
-from tasks.values import find_role_problems
+from tasks.values import collected, find_role_problems
 from tasks.vocabulary import find_alignment_problems, share_vocabulary
 from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule
 
@@ -399,12 +398,3 @@ class DistillTask(TaskModule):
     def _owners(self, batch: Batch, sources: Sequence[str]) -> Tensor | None:
         """Returns the number of each example's teacher, (B,); None where all teach all."""
         return None if self.routes is None else self.routes.owners(batch, sources)
-
-
-@contextmanager
-def collected(problems: list[str]) -> Iterator[None]:
-    """Adds what is refused within it to the problems, so that all are told at once."""
-    try:
-        yield
-    except ConfigError as error:
-        problems += error.problems

@@ -22,7 +22,7 @@ from tasks.pairs import find_member_problems
 from tasks.schedule import Schedule
 from tasks.taps import find_module
 from tasks.term_reading import ONE, RELATIONS, STATE_LOSSES, Reading, StateLoss, read_terms
-from tasks.values import find_role_problems
+from tasks.values import collected, find_role_problems
 from trainer import (
     Batch,
     ConfigError,
@@ -136,10 +136,8 @@ class DistillEncoderTask(TaskModule):
                 "differ"
             )
         problems += _find_field_problems(fields)
-        try:
+        with collected(problems):
             self.terms = parse_encoder_terms(terms)
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(*problems)
         self.student, self.teacher, self.projection, self.fields = student, teacher, projection, tuple(fields)

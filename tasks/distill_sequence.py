@@ -13,6 +13,7 @@ from tasks.language import BATCH_FIELDS, completion_mask, counted_logits, next_t
 from tasks.losses import cross_entropy
 from tasks.pairs import find_interpreter_problems, find_naming_problems, find_pair_problems, known_tokenizers
 from tasks.sequences import Exchange, Interpreter, decode, exchanges_of, join, pad_token, refuse_packed
+from tasks.values import collected
 from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, end_tokens
 
 if TYPE_CHECKING:
@@ -51,12 +52,10 @@ class DistillSequenceTask(TaskModule):
         top_p: float = 1.0,
     ) -> None:
         problems = find_naming_problems(student=student, teacher=teacher)
-        try:
+        with collected(problems):
             self.options = read_options(
                 {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}, key="task"
             )
-        except ConfigError as error:
-            problems += error.problems
         if problems:
             raise ConfigError(*problems)
         self.student, self.teacher, self.reference = student, teacher, teacher

@@ -27,7 +27,7 @@ from tasks.reference import (
     record_reference,
 )
 from tasks.sequences import decode, exchanges_of
-from tasks.values import find_role_problems, is_number
+from tasks.values import collected, find_role_problems, is_number
 from tasks.vocabulary import common_vocabulary
 from trainer import LOGITS, Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, sum_over_ranks
 
@@ -77,12 +77,10 @@ class DPOTask(TaskModule):
         fused: bool | str = "auto",
     ) -> None:
         problems = find_role_problems({"policy": policy, "reference": reference})
-        try:
+        with collected(problems):
             self.loss = read_preference_loss(
                 loss=loss, beta=beta, label_smoothing=label_smoothing, target_margin=target_margin
             )
-        except ConfigError as error:
-            problems += error.problems
         problems += _find_problems(policy, reference, loss=loss, cache=cache)
         if not isinstance(length_normalised, bool):
             problems.append(f"task.length_normalised={length_normalised!r}: must be true or false")

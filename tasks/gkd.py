@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tasks.distill import DistillTask, collected
+from tasks.distill import DistillTask
 from tasks.generation import (
     GenerationOptions,
     Writer,
@@ -27,6 +27,7 @@ from tasks.quality import LENGTH_EDGES, Quality
 from tasks.schedule import parse_schedule
 from tasks.sequences import Exchange, decode, exchanges_of, join, pad_token, refuse_packed
 from tasks.teachers import NEW_TEXT
+from tasks.values import collected
 from trainer import LOGITS, Batch, ConfigError, Metric, StepOutput
 
 if TYPE_CHECKING:

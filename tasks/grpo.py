@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from tasks.generation import GenerationOptions, Writer, greedy, log_samples, mak
 from tasks.heads import HeadTaps, tap_heads
 from tasks.health import Health, read_health, warn
 from tasks.language import completion_mask
-from tasks.log_probs import token_log_probs
+from tasks.log_probs import as_table, token_log_probs
 from tasks.losses.policy import KL_ESTIMATES, PolicyLoss, Tokens, batch_deviation, group_advantages
 from tasks.policy_options import AdvantageOptions, KlOptions, read_advantages, read_kl, read_loss
 from tasks.policy_update import PolicyUpdate
@@ -22,7 +21,7 @@ from tasks.prompts import PROMPT_FIELDS, longest_prompt, prompts_of, repeat
 from tasks.reference import AdapterOff, FrozenReference, Reference
 from tasks.rewards import Answers, Rewards, means, read_rewards
 from tasks.sequences import Exchange, join, pad_token
-from tasks.values import find_role_problems, is_whole
+from tasks.values import collected, find_role_problems, is_whole
 from trainer import IGNORED, LOGITS, Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, sum_over_ranks
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ log = logging.getLogger(__name__)
 
 NUM_SHOWN = 8  # answers in a table
 ADAPTER = "adapter"
+Read = TypeVar("Read")
 
 
 class GrpoTask(TaskModule):
@@ -207,7 +207,7 @@ class GrpoTask(TaskModule):
             "lengths": torch.tensor(lengths, device=self.device),
         }
         if self._needs_old:
-            with self._evaluating():
+            with self.models[self.actor].evaluating():  # as it wrote: without dropout
                 rollout["old"] = self._log_probs(self.models[self.actor], rollout)
         if self.compared is not None:
             rollout["reference"] = self._speaker().log_probs(rollout)
@@ -327,24 +327,12 @@ class GrpoTask(TaskModule):
         """Returns the log-probabilities of the answers' tokens, (B, T-1), 0 elsewhere."""
         counted = completion_mask(rollout)
         found = token_log_probs(model, rollout, counted, temperature=self.options.temperature, tap=self.taps.get(model))
-        table = torch.zeros(counted.shape, dtype=found.log_probs.dtype, device=counted.device)
-        return table.masked_scatter(counted, found.log_probs)
+        return as_table(found.log_probs, counted)
 
     def _speaker(self) -> Reference:
         if self.frozen is None:
             return AdapterOff(models=self.models, name=self.actor, ask=self._log_probs)
         return FrozenReference(model=self.models[self.frozen], ask=self._log_probs)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """The actor as it wrote: without dropout."""
-        actor = self.models[self.actor]
-        was_training = actor.module.training
-        actor.set_training(False)
-        try:
-            yield
-        finally:
-            actor.set_training(was_training)
 
     def _reward_metrics(self, components: Tensor, rewards: Tensor) -> dict[str, Metric]:
         metrics: dict[str, Metric] = {
@@ -376,10 +364,8 @@ class GrpoTask(TaskModule):
             self.health.load_state_dict(state["health"])
 
 
-def _read(problems: list[str], read: Any) -> Any:
+def _read(problems: list[str], read: Callable[[], Read]) -> Read | None:
     """Returns what is read; of what is refused None, and adds its problems."""
-    try:
+    with collected(problems):
         return read()
-    except ConfigError as error:
-        problems += error.problems
-        return None
+    return None

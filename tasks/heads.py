@@ -178,16 +178,12 @@ class HeadTap:
         if not counted.any():
             counted = torch.zeros_like(counted)
             counted[0, 0] = True
-        was_training = self.model.module.training
-        self.model.set_training(False)
         try:
-            with torch.no_grad():
+            with self.model.evaluating(), torch.no_grad():
                 own = counted_logits(self.model, batch, counted, vocabulary=self.vocabulary)
                 errors = self.run(batch, counted, lambda hidden, head: self._errors(hidden, head, own))["head"]
         except Exception as error:
             return f"models.{self.model.name} does not run without its logits: {type(error).__name__}: {error}"
-        finally:
-            self.model.set_training(was_training)
         worst = gather_with_gradient(errors.unsqueeze(0))[0].amax(0).tolist()
         tolerance = max(1e-5, 2 * torch.finfo(self.model.dtype).eps)
         for reading, distance in zip(self.readings, worst, strict=True):

@@ -77,6 +77,16 @@ def row_sums(values: Tensor, counted: Tensor) -> Tensor:
     return values.new_zeros(len(counted)).index_add(0, rows, values)
 
 
+def as_table(values: Tensor, counted: Tensor) -> Tensor:
+    """Returns the values of the positions that count where they stand in the batch, (B, T-1); 0 elsewhere.
+
+    Args:
+        values: (N,).
+        counted: (B, T-1) bool, of which N are true.
+    """
+    return torch.zeros(counted.shape, dtype=values.dtype, device=values.device).masked_scatter(counted, values)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """What is read off the logits of a token; arguments as in `token_log_probs`."""

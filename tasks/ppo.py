@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +20,7 @@ from tasks.generation import (
 from tasks.heads import HeadTaps, tap_heads
 from tasks.health import Health, read_health, warn
 from tasks.language import completion_mask
-from tasks.log_probs import TokenLogProbs, token_log_probs
+from tasks.log_probs import TokenLogProbs, as_table, token_log_probs
 from tasks.losses.advantages import (
     Moments,
     clipped_value_loss,
@@ -37,7 +36,7 @@ from tasks.prompts import PROMPT_FIELDS, longest_prompt, prompts_of
 from tasks.rewards import Rewards, read_rewards
 from tasks.scored_answers import Rollout, score_answers
 from tasks.scoring import token_scores
-from tasks.values import find_role_problems, find_value_problems, is_at_least, is_whole
+from tasks.values import collected, find_role_problems, find_value_problems, is_at_least, is_whole
 from trainer import LOGITS, VALUES, Batch, ConfigError, Metric, StepOutput, TaskModule
 
 if TYPE_CHECKING:
@@ -124,10 +123,8 @@ class PPOTask(TaskModule):
             ("rewards", lambda: read_rewards({} if rewards is None else rewards)),
             ("health", lambda: read_health(health, without=["max_alike"])),  # a prompt has one answer
         ):
-            try:
+            with collected(problems):
                 parts[name] = read()
-            except ConfigError as error:
-                problems += error.problems
         if problems:
             raise ConfigError(*problems)
         self.actor, self.critic, self.frozen = actor, critic, reference
@@ -210,14 +207,15 @@ class PPOTask(TaskModule):
         rollout = self._answer(batch, seeds=seeds, options=self.generation)
         self._show(rollout)
         written, counted = rollout.batch, completion_mask(rollout.batch)
-        with self._evaluating():
+        # Or a dropout would make old log-probabilities another model's.
+        with self.models[self.actor].evaluating(), self.models[self.critic].evaluating():
             old = self._log_probs(self.actor, written, counted).log_probs
             near = self._log_probs(self.frozen, written, counted).log_probs
             values = token_scores(self.models[self.critic], written)[:, :-1]
         return {
             **written,
-            "old_log_probs": _table(old, counted),
-            "reference_log_probs": _table(near, counted),
+            "old_log_probs": as_table(old, counted),
+            "reference_log_probs": as_table(near, counted),
             "old_values": torch.where(counted, values, 0.0),
             "scores": rollout.scores,
             "shown": {name: list(pair) for name, pair in rollout.metrics(self.rewards.names, model=self.actor).items()},
@@ -386,19 +384,6 @@ class PPOTask(TaskModule):
             columns, rows = ["prompt", "answer", "reward"], rollout.rows()[:NUM_SHOWN]
             self.trainer.log_table("completions", columns=columns, rows=rows, step=step)
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Has both trained models in evaluation mode, or a dropout would make old log-probabilities another model's."""
-        models = [self.models[name] for name in (self.actor, self.critic)]
-        modes = [model.module.training for model in models]
-        for model in models:
-            model.set_training(False)
-        try:
-            yield
-        finally:
-            for model, mode in zip(models, modes, strict=True):
-                model.set_training(mode)
-
     # What survives a restart ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -415,8 +400,3 @@ def _drawn(options: GenerationOptions) -> GenerationOptions:
     if options.temperature == 0:
         raise ConfigError("task.generation.temperature=0: answers to learn from are drawn; give a number above 0")
     return options
-
-
-def _table(values: Tensor, counted: Tensor) -> Tensor:
-    """Returns the values (N,) where they stand in the batch, (B, T-1); 0 elsewhere."""
-    return torch.zeros(counted.shape, dtype=values.dtype, device=values.device).masked_scatter(counted, values)

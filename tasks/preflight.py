@@ -166,10 +166,8 @@ class _Sample:
         if name not in self._scores:
             model: ModelHandle = subject.task.models[name]
             batch, counted = self.scored(subject) or _placeholder(subject)
-            was_training = model.module.training
-            model.set_training(False)
-            logits = counted_logits(model, batch, counted, vocabulary=subject.vocabulary)
-            model.set_training(was_training)
+            with model.evaluating():
+                logits = counted_logits(model, batch, counted, vocabulary=subject.vocabulary)
             self._scores[name] = logits, next_tokens(batch, counted)
         return self._scores[name]
 

@@ -74,13 +74,9 @@ class AdapterOff:
     def log_probs(self, batch: Batch) -> Tensor | None:
         model = self.models[self.name]
         module: PeftModel = model.module
-        was_training = module.training
-        model.set_training(False)  # or the base model's dropout would be noise in the reference
-        try:
-            with torch.no_grad(), module.disable_adapter():
-                return self.ask(model, batch)
-        finally:
-            model.set_training(was_training)
+        # Or the base model's dropout would be noise in the reference.
+        with model.evaluating(), torch.no_grad(), module.disable_adapter():
+            return self.ask(model, batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +142,8 @@ def record_reference(
     key = _key(policy)
     found = _open(trainer, path, key)
     speaker = AdapterOff(models={policy.name: policy}, name=policy.name, ask=ask) if is_adapted(policy.module) else None
-    was_training = policy.module.training
-    policy.set_training(False)
-    try:
+    with policy.evaluating():
         new = list(_record(trainer, policy, found, answers, speaker or FrozenReference(model=policy, ask=ask)))
-    finally:
-        policy.set_training(was_training)
     by_rank = gather(new)
     found = found.joined([part for parts in by_rank for part in parts])
     if any(by_rank) and path is not None:

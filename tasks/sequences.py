@@ -97,6 +97,15 @@ def refuse_packed(batch: Batch) -> None:
 # Text -----------------------------------------------------------------------------------------------------------------
 
 
+def read_alike(source: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase) -> bool:
+    """Returns whether token ids say the same to both tokenizers, in the same chat template."""
+    return bool(
+        source.get_vocab() == target.get_vocab()
+        and source.chat_template == target.chat_template
+        and source.eos_token_id == target.eos_token_id
+    )
+
+
 class Interpreter:
     """Tells exchanges of one tokenizer in the tokens of another, each with its own chat template.
 
@@ -111,11 +120,7 @@ class Interpreter:
     ) -> None:
         self.source, self.target = source, target
         self.ends = {source.eos_token_id} if ends is None else ends
-        self.is_same = (
-            source.get_vocab() == target.get_vocab()
-            and source.chat_template == target.chat_template
-            and source.eos_token_id == target.eos_token_id
-        )
+        self.is_same = read_alike(source, target)
         self._frames = _frames(source) if source.chat_template is not None and not self.is_same else []
 
     def prompt(self, ids: list[int]) -> list[int]:

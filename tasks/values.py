@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeGuard
+
+from trainer import ConfigError
 
 SINGLE = (2 - 2**-23) * 2.0**127  # the largest number that a float32 holds
 
@@ -57,3 +60,12 @@ def find_role_problems(roles: Mapping[str, Any]) -> list[str]:
         for role, name in roles.items()
         if not (isinstance(name, str) and name)
     ]
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Adds what is refused within it to the problems, so that all are told at once."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems

@@ -106,14 +106,21 @@ class ModelHandle:
         whole = whole_weights(self.engine, self.module) if is_sharded and is_whole else nullcontext()
         # Layer by layer, ranks that stop early must go on helping the others.
         synced = is_sharded and not is_whole and distributed.world_size() > 1
-        was_training = self.module.training
-        self.module.eval()
         try:
-            with self.selected(), torch.no_grad(), whole:
+            with self.evaluating(), self.selected(), torch.no_grad(), whole:
                 return self.module.generate(synced_gpus=synced, **kwargs)  # type: ignore[operator,no-any-return]
         finally:
             if is_sharded and not is_whole:
                 forget_order(self.engine)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Has the model in evaluation mode for a while."""
+        was_training = self.module.training
+        self.set_training(False)
+        try:
+            yield
+        finally:
             self.set_training(was_training)
 
     @contextmanager

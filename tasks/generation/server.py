@@ -222,13 +222,9 @@ class ServerWriter:
     @torch.no_grad()
     def _own_likelihood(self) -> float:
         """Returns the model's largest log-probability after a short text, in nats; every rank must call it."""
-        was_training = self.model.module.training
-        self.model.set_training(False)
-        try:
+        with self.model.evaluating():
             ids = torch.tensor([self._short_text()], device=self.device)
             scores = self.model(input_ids=ids).logits[0, -1].float()
-        finally:
-            self.model.set_training(was_training)
         return float(scores.log_softmax(-1).max())
 
     def _check_likelihood(self, expected: float) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tasks.scoring import sequence_scores
-from tasks.sequences import Exchange, encode_prompt, join, pad_token
+from tasks.sequences import Exchange, encode_prompt, join, pad_token, read_alike
 from trainer import ModelHandle
 
 if TYPE_CHECKING:
@@ -39,11 +39,7 @@ class ModelScorer:
         device: torch.device,
     ) -> None:
         self.model, self.source, self.target, self.ends, self.device = model, source, target, ends, device
-        self.is_same = (
-            source.get_vocab() == target.get_vocab()
-            and source.chat_template == target.chat_template
-            and source.eos_token_id == target.eos_token_id
-        )
+        self.is_same = read_alike(source, target)
 
     def __call__(self, answers: Answers) -> Tensor:
         """Returns the rewards, (B,) float32."""

@@ -12,6 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from tasks.distill import DistillTask
 from tasks.language import all_mask, completion_mask
 from tests.tasks.tiny_tokenizers import SPECIAL, make_tokenizer
+from trainer import ModelHandle
 from trainer.config import ConfigError
 
 VOCABULARY, PAD = 61, 0
@@ -38,6 +39,8 @@ class Handle:
 
     def set_training(self, mode: bool) -> None:
         self.module.train(mode and self.trainable)
+
+    evaluating = ModelHandle.evaluating
 
 
 def llama(seed: int, *, vocab_size: int = VOCABULARY) -> LlamaForCausalLM:

@@ -13,7 +13,7 @@ from tasks.ppo import PPOTask
 from tests.ranks import run_ranks
 from tests.tasks.ppo_runs import LOSS, LR, SETTINGS, STAGES, Scripted, build, by_hand, collate, prompts, run, run_all
 from tests.tasks.sequence_runs import tokenizer
-from trainer import Batch, ConfigError
+from trainer import Batch, ConfigError, ModelHandle
 
 
 @pytest.fixture(scope="module", params=[1, 2])
@@ -140,6 +140,8 @@ class Handle:
 
     def set_training(self, mode: bool) -> None:
         self.module.train(mode)
+
+    evaluating = ModelHandle.evaluating
 
 
 def sometimes(prompts: list[str], completions: list[str], *, bonus: list[float], **columns: Any) -> list[float | None]:

@@ -17,7 +17,7 @@ from tasks.preferences import both_sides
 from tasks.reference import AdapterOff, FrozenReference, NoReference, Recording, digests_of, record_reference
 from tests.tasks.dpo_runs import LORA, held_out_pairs, train_pairs
 from tests.tasks.task_runs import PAD, llama
-from trainer import IGNORED, Batch, ConfigError, TrainingData
+from trainer import IGNORED, Batch, ConfigError, ModelHandle, TrainingData
 from trainer.adapters import add_lora
 from trainer.data.preferences import PreferenceCollator
 
@@ -36,6 +36,8 @@ class Handle:
 
     def set_training(self, mode: bool) -> None:
         self.module.train(mode)
+
+    evaluating = ModelHandle.evaluating
 
 
 def ask(model: Any, answers: Batch) -> Tensor:

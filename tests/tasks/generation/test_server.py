@@ -19,7 +19,7 @@ from tests.tasks.generation.test_local import Handle
 from tests.tasks.task_runs import llama
 from tests.tasks.tiny_tokenizers import CHARACTERS, make_tokenizer
 from tests.trainer.test_trainer import reset_accelerate
-from trainer import ConfigError, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
+from trainer import ConfigError, ModelHandle, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
 
 CPU = torch.device("cpu")
 SPECIAL = ("<pad>", "<end>", "<a>", "<b>", "<c>", "<d>", "<e>", "<f>", "<g>", "<h>", "<i>")
@@ -41,6 +41,8 @@ class Served(Handle):
 
     def set_training(self, mode: bool) -> None:
         self.module.train(mode)
+
+    evaluating = ModelHandle.evaluating
 
     def settle(self) -> None:
         self.settled += 1
