@@ -125,6 +125,18 @@ def test_a_failing_rank_of_a_users_task_ends_the_run(folder: Path):
     assert yaml.safe_load(again.stdout) == {key: saved[key] for key in saved if key not in ("defaults", "hydra")}
 
 
+def test_a_thread_that_torch_still_runs_in_does_not_spoil_the_end(folder: Path):
+    """It lets go of the interpreter and asks for it again, which aborts a process that is being torn down."""
+    file = folder / "lines.py"
+    work = "lambda: [torch.ones(9).sum() for _ in iter(int, 1)]"
+    file.write_text(f"{CODE}\nimport threading\nthreading.Thread(target={work}, daemon=True).start()\n")
+
+    done = trainer("--config-dir=conf", "task=line", "launch.num_processes=2", cwd=folder)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "terminate called" not in done.stderr
+
+
 @pytest.mark.slow
 def test_a_sweep_runs_each_job_in_a_process_of_its_own(folder: Path):
     sweep = ("-m", "--config-dir=conf", "task=line", "task.failing_rank=0,null")

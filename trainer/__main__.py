@@ -1,5 +1,6 @@
 """The entry point: `python -m trainer` and the console script `trainer`."""
 
+import atexit
 import logging
 import os
 import shlex
@@ -9,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from trainer import __version__, launch
 from trainer.config import ConfigError
@@ -19,6 +20,26 @@ from trainer.signals import Terminated
 
 if TYPE_CHECKING:
     from trainer.compose import Composition, Request
+
+
+def run_process() -> NoReturn:
+    """Runs the command that this process was started with, and ends the process with its status.
+
+    Without tearing the interpreter down, once threads are joined and all exit handlers have run: a thread of C++ code
+    that asks for the interpreter after that, such as one of gloo's that lets go of a tensor, would abort the process,
+    and a run that had come to its end would count as failed.
+    """
+    status = launch.FAILED
+
+    def leave() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # whoever read it is gone
+                stream.flush()
+        os._exit(status)
+
+    atexit.register(leave)  # before anything else registers: the first is called last
+    status = main()
+    sys.exit(status)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -250,4 +271,4 @@ def _failed() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()
