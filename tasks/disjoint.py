@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tasks.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import cross_entropy
+from tasks.text.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
 from trainer import Batch, Metric, ModelHandle, StepOutput, TaskModule
 
 

@@ -11,22 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tasks.fused import TileLoss, fused_loss
-from tasks.heads import Head, HeadTaps, tap_heads
-from tasks.inner_states import InnerStates
-from tasks.language import (
-    BATCH_FIELDS,
-    MASKS,
-    completion_mask,
-    counted_logits,
-    next_tokens,
-)
+from tasks.logits.fused import TileLoss, fused_loss
+from tasks.logits.heads import Head, HeadTaps, tap_heads
 from tasks.losses import TopTokens
-from tasks.objective import LogitsObjective, aligned
-from tasks.pairs import find_member_problems
-from tasks.preflight import Preflight, Subject
-from tasks.quality import LENGTH_EDGES, Quality, derive_quality, find_edge_problems
-from tasks.routes import Routes
 from tasks.teacher_cache import (
     Reading,
     TeacherCache,
@@ -36,10 +23,23 @@ from tasks.teacher_cache import (
     parse_options,
     record,
 )
-from tasks.teachers import CachedTeacher, LiveTeacher, Teacher, Teachers, parse_teachers
-from tasks.terms import AnyTerm, LogitsTerm, parse_terms
+from tasks.teaching.pairs import find_member_problems
+from tasks.teaching.preflight import Preflight, Subject
+from tasks.teaching.quality import LENGTH_EDGES, Quality, derive_quality, find_edge_problems
+from tasks.teaching.routes import Routes
+from tasks.teaching.teachers import CachedTeacher, LiveTeacher, Teacher, Teachers, parse_teachers
+from tasks.terms.inner_states import InnerStates
+from tasks.terms.objective import LogitsObjective, aligned
+from tasks.terms.term import AnyTerm, LogitsTerm, parse_terms
+from tasks.text.language import (
+    BATCH_FIELDS,
+    MASKS,
+    completion_mask,
+    counted_logits,
+    next_tokens,
+)
+from tasks.text.vocabulary import find_alignment_problems, share_vocabulary
 from tasks.values import collected, find_role_problems
-from tasks.vocabulary import find_alignment_problems, share_vocabulary
 from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class DistillTask(TaskModule):
         routes: With combine=routes: source of an example to its teacher; "*" for all others.
         keep_teachers: "device", or "host": a replicated teacher's weights are on the device only while it is asked.
         terms: Name of a term to its function (default: the term's name), `weight`, `mask` and what the function takes,
-            see `tasks.terms`. A term of weight 0 is not computed.
+            see `tasks.terms.term`. A term of weight 0 is not computed.
         fused: Whether logits are made tile by tile from the hidden states: true, false, or "auto": where the heads of
             all models allow it.
         cache: Options of the teacher cache; with a path, training reads it.

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tasks.embeddings import (
+from tasks.logits.taps import find_module
+from tasks.losses.features import attention_relations, hidden_cosine, hidden_mse, similarity_kl, similarity_mse
+from tasks.scores.embeddings import (
     pair_similarities,
     pearson,
     retrieval_ranks,
@@ -17,11 +19,9 @@ from tasks.embeddings import (
     sentence_vectors,
     spearman,
 )
-from tasks.losses.features import attention_relations, hidden_cosine, hidden_mse, similarity_kl, similarity_mse
-from tasks.pairs import find_member_problems
-from tasks.schedule import Schedule
-from tasks.taps import find_module
-from tasks.term_reading import ONE, RELATIONS, STATE_LOSSES, Reading, StateLoss, read_terms
+from tasks.teaching.pairs import find_member_problems
+from tasks.terms.reading import ONE, RELATIONS, STATE_LOSSES, Reading, StateLoss, read_terms
+from tasks.terms.schedule import Schedule
 from tasks.values import collected, find_role_problems
 from trainer import (
     Batch,

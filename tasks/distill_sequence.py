@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from tasks.generation import greedy, log_samples, make_writer, read_options, row_seeds
-from tasks.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import cross_entropy
-from tasks.pairs import find_interpreter_problems, find_naming_problems, find_pair_problems, known_tokenizers
-from tasks.sequences import Exchange, Interpreter, decode, exchanges_of, join, pad_token, refuse_packed
+from tasks.teaching.pairs import find_interpreter_problems, find_naming_problems, find_pair_problems, known_tokenizers
+from tasks.text.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
+from tasks.text.sequences import Exchange, Interpreter, decode, exchanges_of, join, pad_token, refuse_packed
 from tasks.values import collected
 from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, end_tokens
 

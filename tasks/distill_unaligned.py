@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tasks.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import cross_entropy
 from tasks.losses.unaligned import universal_logit_distance
-from tasks.pairs import find_interpreter_problems, find_naming_problems, find_pair_problems, known_tokenizers
-from tasks.sequences import (
+from tasks.teaching.pairs import find_interpreter_problems, find_naming_problems, find_pair_problems, known_tokenizers
+from tasks.text.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
+from tasks.text.sequences import (
     Exchange,
     Interpreter,
     answer_mask,
@@ -21,8 +21,8 @@ from tasks.sequences import (
     pad_token,
     refuse_packed,
 )
+from tasks.text.vocabulary import num_ids
 from tasks.values import is_number
-from tasks.vocabulary import num_ids
 from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule
 
 if TYPE_CHECKING:

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tasks.heads import HeadTaps, tap_heads
-from tasks.intervals import wilson_interval
-from tasks.language import completion_mask
-from tasks.log_probs import row_sums, token_log_probs
+from tasks.logits.heads import HeadTaps, tap_heads
+from tasks.logits.log_probs import row_sums, token_log_probs
 from tasks.losses.preference import ANCHORED, log_ratios, read_preference_loss
-from tasks.preferences import BATCH_FIELDS, both_sides, split_sides
-from tasks.reference import (
+from tasks.policy.reference import (
     FILE,
     WITHOUT_MODEL,
     AdapterOff,
@@ -26,9 +23,12 @@ from tasks.reference import (
     Reference,
     record_reference,
 )
-from tasks.sequences import decode, exchanges_of
+from tasks.scores.intervals import wilson_interval
+from tasks.text.language import completion_mask
+from tasks.text.preferences import BATCH_FIELDS, both_sides, split_sides
+from tasks.text.sequences import decode, exchanges_of
+from tasks.text.vocabulary import common_vocabulary
 from tasks.values import collected, find_role_problems, is_number
-from tasks.vocabulary import common_vocabulary
 from trainer import LOGITS, Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, sum_over_ranks
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tasks.embeddings import retrieval_ranks, run_encoder, sentence_vectors
+from tasks.scores.embeddings import retrieval_ranks, run_encoder, sentence_vectors
 from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule, gather_with_gradient
 
 RANKS = (1, 5)  # of the retrieval accuracies

@@ -21,12 +21,12 @@ from tasks.generation import (
     read_options,
     row_seeds,
 )
-from tasks.language import completion_mask
-from tasks.prompts import longest_prompt
-from tasks.quality import LENGTH_EDGES, Quality
-from tasks.schedule import parse_schedule
-from tasks.sequences import Exchange, decode, exchanges_of, join, pad_token, refuse_packed
-from tasks.teachers import NEW_TEXT
+from tasks.teaching.quality import LENGTH_EDGES, Quality
+from tasks.teaching.teachers import NEW_TEXT
+from tasks.terms.schedule import parse_schedule
+from tasks.text.language import completion_mask
+from tasks.text.prompts import longest_prompt
+from tasks.text.sequences import Exchange, decode, exchanges_of, join, pad_token, refuse_packed
 from tasks.values import collected
 from trainer import LOGITS, Batch, ConfigError, Metric, StepOutput
 

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from tasks.generation import GenerationOptions, Writer, greedy, log_samples, make_writer, read_options, row_seeds
-from tasks.heads import HeadTaps, tap_heads
-from tasks.health import Health, read_health, warn
-from tasks.language import completion_mask
-from tasks.log_probs import as_table, token_log_probs
+from tasks.logits.heads import HeadTaps, tap_heads
+from tasks.logits.log_probs import as_table, token_log_probs
 from tasks.losses.policy import KL_ESTIMATES, PolicyLoss, Tokens, batch_deviation, group_advantages
-from tasks.policy_options import AdvantageOptions, KlOptions, read_advantages, read_kl, read_loss
-from tasks.policy_update import PolicyUpdate
-from tasks.prompts import PROMPT_FIELDS, longest_prompt, prompts_of, repeat
-from tasks.reference import AdapterOff, FrozenReference, Reference
+from tasks.policy.health import Health, read_health, warn
+from tasks.policy.options import AdvantageOptions, KlOptions, read_advantages, read_kl, read_loss
+from tasks.policy.reference import AdapterOff, FrozenReference, Reference
+from tasks.policy.update import PolicyUpdate
 from tasks.rewards import Answers, Rewards, means, read_rewards
-from tasks.sequences import Exchange, join, pad_token
+from tasks.text.language import completion_mask
+from tasks.text.prompts import PROMPT_FIELDS, longest_prompt, prompts_of, repeat
+from tasks.text.sequences import Exchange, join, pad_token
 from tasks.values import collected, find_role_problems, is_whole
 from trainer import IGNORED, LOGITS, Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, sum_over_ranks
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tasks.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
 from tasks.losses import cross_entropy, forward_kl
-from tasks.vocabulary import common_vocabulary
+from tasks.text.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
+from tasks.text.vocabulary import common_vocabulary
 from trainer import Batch, ConfigError, Metric, StepOutput, TaskModule
 
 

@@ -17,10 +17,8 @@ from tasks.generation import (
     read_options,
     row_seeds,
 )
-from tasks.heads import HeadTaps, tap_heads
-from tasks.health import Health, read_health, warn
-from tasks.language import completion_mask
-from tasks.log_probs import TokenLogProbs, as_table, token_log_probs
+from tasks.logits.heads import HeadTaps, tap_heads
+from tasks.logits.log_probs import TokenLogProbs, as_table, token_log_probs
 from tasks.losses.advantages import (
     Moments,
     clipped_value_loss,
@@ -30,12 +28,14 @@ from tasks.losses.advantages import (
     whiten,
 )
 from tasks.losses.policy import KL_ESTIMATES, PolicyLoss
-from tasks.ppo_options import KLOptions, LossOptions
-from tasks.ppo_options import read_options as read_own
-from tasks.prompts import PROMPT_FIELDS, longest_prompt, prompts_of
+from tasks.policy.health import Health, read_health, warn
+from tasks.policy.ppo_options import KLOptions, LossOptions
+from tasks.policy.ppo_options import read_options as read_own
+from tasks.policy.scored_answers import Rollout, score_answers
 from tasks.rewards import Rewards, read_rewards
-from tasks.scored_answers import Rollout, score_answers
-from tasks.scoring import token_scores
+from tasks.scores.scoring import token_scores
+from tasks.text.language import completion_mask
+from tasks.text.prompts import PROMPT_FIELDS, longest_prompt, prompts_of
 from tasks.values import collected, find_role_problems, find_value_problems, is_at_least, is_whole
 from trainer import LOGITS, VALUES, Batch, ConfigError, Metric, StepOutput, TaskModule
 
@@ -70,7 +70,7 @@ class PPOTask(TaskModule):
         loss: See `LossOptions`.
         kl: See `KLOptions`.
         missing_end_penalty: Taken from the score of an answer that was cut.
-        health: What is warned of, see `tasks.health`; None: nothing.
+        health: What is warned of, see `tasks.policy.health`; None: nothing.
         fused: Whether logits are made tile by tile: true, false, or "auto": where the heads allow it.
         samples_every: Global steps from one table of drawn answers to the next.
     """

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tasks.calibration import bin_gaps, expected_error, wins
-from tasks.intervals import wilson_interval
-from tasks.preferences import BATCH_FIELDS, both_sides, split_sides
-from tasks.scoring import sequence_scores
-from tasks.sequences import decode
+from tasks.scores.calibration import bin_gaps, expected_error, wins
+from tasks.scores.intervals import wilson_interval
+from tasks.scores.scoring import sequence_scores
+from tasks.text.preferences import BATCH_FIELDS, both_sides, split_sides
+from tasks.text.sequences import decode
 from tasks.values import find_role_problems, is_number
 from trainer import IGNORED, SCORE, Batch, ConfigError, Metric, StepOutput, TaskModule, gather, sum_over_ranks
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tasks.fused import fused_loss
-from tasks.heads import tap_heads
-from tasks.language import BATCH_FIELDS, MASKS, counted_logits, next_tokens, perplexities
+from tasks.logits.fused import fused_loss
+from tasks.logits.heads import tap_heads
 from tasks.losses import cross_entropy
+from tasks.text.language import BATCH_FIELDS, MASKS, counted_logits, next_tokens, perplexities
 from tasks.values import find_role_problems
 from trainer import LOGITS, Batch, ConfigError, Metric, StepOutput, TaskModule
 

@@ -14,7 +14,7 @@ AT_START = {name: os.environ.get(name) for name in LAUNCHER}
 # Files that share ranks which a conftest.py spawns, by a name for all of them: one worker of pytest-xdist runs them.
 TOGETHER = {
     "tests/tasks ranks": ("test_disjoint.py", "test_dual_encoder.py", "test_mutual.py"),
-    "tests/tasks token_ranks": ("test_log_probs.py", "test_sft.py"),
+    "tests/tasks token_ranks": ("logits/test_log_probs.py", "test_sft.py"),
     "tests/trainer ranks": ("test_engines.py", "test_handle.py"),
 }
 UNITS = {f"{unit.split()[0]}/{name}": unit for unit, names in TOGETHER.items() for name in names}

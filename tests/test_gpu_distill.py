@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tasks.fused import fused_loss
-from tasks.heads import Head
+from tasks.logits.fused import fused_loss
+from tasks.logits.heads import Head
 from tasks.losses import FUNCTIONS
 from trainer.handle import ModelHandle
 from trainer.updates import UpdatePlan

@@ -14,7 +14,7 @@ from tasks.generation.draws import TokenDraws
 from tasks.generation.options import GenerationOptions
 from tasks.generation.stops import StopTexts, up_to_end
 from tasks.generation.writer import Written
-from tasks.sequences import pad_token
+from tasks.text.sequences import pad_token
 from trainer import ConfigError, ModelHandle, end_tokens
 
 if TYPE_CHECKING:

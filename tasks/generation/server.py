@@ -18,7 +18,7 @@ from tasks.generation.options import GenerationOptions
 from tasks.generation.server_options import ServerOptions
 from tasks.generation.stops import up_to_end, up_to_stop
 from tasks.generation.writer import Written
-from tasks.sequences import decode, start_token
+from tasks.text.sequences import decode, start_token
 from trainer import ConfigError, ModelHandle, did_you_mean, end_tokens, export_model, is_main, sum_over_ranks
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
-from tasks.sequences import decode
+from tasks.text.sequences import decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

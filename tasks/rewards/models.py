@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tasks.scoring import sequence_scores
-from tasks.sequences import Exchange, encode_prompt, join, pad_token, read_alike
+from tasks.scores.scoring import sequence_scores
+from tasks.text.sequences import Exchange, encode_prompt, join, pad_token, read_alike
 from trainer import ModelHandle
 
 if TYPE_CHECKING:

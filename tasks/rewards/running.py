@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tasks.prompts import columns_of, repeat, texts_of
 from tasks.rewards.models import ModelScorer
 from tasks.rewards.reading import Reward, find_column_problems, find_model_problems, read_reward_mapping
-from tasks.sequences import Exchange, continuation
+from tasks.text.prompts import columns_of, repeat, texts_of
+from tasks.text.sequences import Exchange, continuation
 from tasks.values import SINGLE
 from trainer import SCORE, Batch, ModelHandle, TaskModule, end_tokens
 

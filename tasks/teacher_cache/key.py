@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedConfig
 
+from tasks.text.vocabulary import num_ids
 from tasks.values import is_number, is_whole
-from tasks.vocabulary import num_ids
 from trainer import ConfigError, ModelHandle, MultiModelTrainer, did_you_mean, digest_fixed, identify_sources
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from tasks.language import counted_logits, next_tokens
 from tasks.losses import TopTokens, cross_entropy
 from tasks.teacher_cache.key import CacheKey, CacheOptions, check_tokens, find_token_problems, make_key
 from tasks.teacher_cache.manifest import MANIFEST, Manifest, read_manifest, write_manifest
@@ -30,6 +29,7 @@ from tasks.teacher_cache.shards import (
     share_of,
     write_shard,
 )
+from tasks.text.language import counted_logits, next_tokens
 from trainer import Batch, ConfigError, ModelHandle, MultiModelTrainer, gather, refuse_together
 
 log = logging.getLogger(__name__)

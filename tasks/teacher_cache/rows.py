@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tasks.language import MASKS, next_tokens, real_tokens
+from tasks.text.language import MASKS, next_tokens, real_tokens
 from trainer import Batch, TrainingData
 
 DIGEST_BYTES = 16

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.ranks import run_ranks
-from tests.tasks.log_prob_runs import run_token_tasks
+from tests.tasks.logits.log_prob_runs import run_token_tasks
 from tests.tasks.task_runs import run_tasks
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import LlamaForSequenceClassification
 
 from tasks.grpo import GrpoTask
-from tasks.prompts import prompts_of
+from tasks.text.prompts import prompts_of
 from tests.tasks.task_runs import LR, VOCABULARY, fit, frozen, llama, trained, zero
 from tests.tasks.tiny_tokenizers import CHARACTERS, make_tokenizer
 from trainer import Batch, CheckpointPlan, ModelSpec, TrainingData, distributed

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tasks.distill import DistillTask
-from tasks.preflight import CHECKS
+from tasks.teaching.preflight import CHECKS
 from tests.tasks.task_runs import VOCABULARY, llama, make_texts, shared_texts, shared_validation, zero
 from tests.trainer.test_trainer import reset_accelerate
 from trainer import Callback, ConfigError, ModelSpec, MultiModelTrainer, TaskModule, TrainingData, distributed

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tasks.intervals import wilson_interval
 from tasks.reward import RewardTask
-from tasks.scoring import sequence_scores, token_scores
+from tasks.scores.intervals import wilson_interval
+from tasks.scores.scoring import sequence_scores, token_scores
 from tests.tasks.task_runs import LR, PAD, fit, llama, windows, zero
 from trainer import IGNORED, ModelSpec, TrainingData
 from trainer.data.preferences import PreferenceCollator

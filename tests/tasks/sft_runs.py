@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tasks.heads import HeadTaps
+from tasks.logits.heads import HeadTaps
 from tasks.sft import SftTask
 from tests.tasks import normalisation_runs as normalisation
 from tests.tasks.task_runs import (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from tasks.distill import DistillTask
-from tasks.language import all_mask, completion_mask
+from tasks.text.language import all_mask, completion_mask
 from tests.tasks.tiny_tokenizers import SPECIAL, make_tokenizer
 from trainer import ModelHandle
 from trainer.config import ConfigError

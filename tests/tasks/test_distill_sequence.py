@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.distill_sequence import DistillSequenceTask
-from tasks.language import completion_mask
+from tasks.text.language import completion_mask
 from tests.ranks import run_ranks
 from tests.tasks.sequence_runs import DRAWN, reference_run, run_text_tasks
 from tests.tasks.task_runs import PAD, llama

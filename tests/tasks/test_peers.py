@@ -10,8 +10,8 @@ from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from tasks.fused import fused_loss
-from tasks.heads import Head
+from tasks.logits.fused import fused_loss
+from tasks.logits.heads import Head
 from tasks.losses import forward_kl, generalised_jsd
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]  # 0: forward, 1: reverse; the same meaning in TRL

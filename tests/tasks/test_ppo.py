@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.language import completion_mask
 from tasks.ppo import PPOTask
+from tasks.text.language import completion_mask
 from tests.ranks import run_ranks
 from tests.tasks.ppo_runs import LOSS, LR, SETTINGS, STAGES, Scripted, build, by_hand, collate, prompts, run, run_all
 from tests.tasks.sequence_runs import tokenizer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.quality import Quality, derive_quality
+from tasks.teaching.quality import Quality, derive_quality
 from tests.ranks import run_ranks
 from trainer import Batch, Metric, TaskModule, TrainingData
 from trainer.data.sources import ValidationSources, name_sources

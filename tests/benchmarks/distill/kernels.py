@@ -56,8 +56,8 @@ def chunked(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weig
 
 def fused(hidden: Tensor, weight: Tensor, teacher_hidden: Tensor, teacher_weight: Tensor) -> Tensor:
     """Ours in tiles: the gradient is computed in the forward."""
-    from tasks.fused import fused_loss
-    from tasks.heads import Head
+    from tasks.logits.fused import fused_loss
+    from tasks.logits.heads import Head
     from tasks.losses import forward_kl
 
     teacher_head = Head(weight=teacher_weight)

@@ -12,7 +12,7 @@ from torch import Tensor
 from tasks.rewards import Answers, Rewards, models
 from tasks.rewards.models import ModelScorer
 from tasks.rewards.reading import Reward
-from tasks.sequences import Exchange
+from tasks.text.sequences import Exchange
 from tests.tasks.tiny_tokenizers import TEMPLATE, make_tokenizer
 
 CPU = torch.device("cpu")

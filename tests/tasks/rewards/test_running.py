@@ -13,7 +13,7 @@ import torch
 from tasks.rewards import Answers, Rewards
 from tasks.rewards.reading import Reward, read_reward_mapping
 from tasks.rewards.running import means
-from tasks.sequences import Exchange
+from tasks.text.sequences import Exchange
 
 CPU = torch.device("cpu")
 ANSWERS = Answers(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tasks.language import MASKS, next_tokens
 from tasks.losses import forward_kl, generalised_jsd, reverse_kl
 from tasks.teacher_cache import Reading, TeacherCache
 from tasks.teacher_cache.manifest import Manifest, write_manifest
@@ -18,6 +17,7 @@ from tasks.teacher_cache.reader import layout_of
 from tasks.teacher_cache.recording import summarise
 from tasks.teacher_cache.rows import describe_rows
 from tasks.teacher_cache.shards import write_shard
+from tasks.text.language import MASKS, next_tokens
 from tests.tasks.task_runs import VOCABULARY
 from tests.tasks.teacher_cache.cache_runs import (
     SMALL_SHARDS,

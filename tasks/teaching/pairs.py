@@ -1,0 +1,78 @@
+"""A trained student and a frozen teacher: what every task of the two asks of a run's models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tasks.text.sequences import Interpreter
+from tasks.values import find_role_problems
+from trainer import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def find_naming_problems(*, student: Any, teacher: Any) -> list[str]:
+    """Returns which of both is no name, or that one model is to be both."""
+    problems = find_role_problems({"student": student, "teacher": teacher})
+    if not problems and student == teacher:
+        problems.append(f"task.student and task.teacher are both {student!r}; name two models")
+    return problems
+
+
+def find_pair_problems(trainable: Mapping[str, bool], *, student: str, teacher: str, stage: str) -> list[str]:
+    """Returns what is wrong with a run's models; arguments as in `TaskModule.check_models`."""
+    return find_member_problems(trainable, trained=[("student", student)], frozen=[("teacher", teacher)], stage=stage)
+
+
+def find_member_problems(
+    trainable: Mapping[str, bool],
+    *,
+    trained: Sequence[tuple[str, str]],
+    frozen: Sequence[tuple[str, str]],
+    stage: str,
+) -> list[str]:
+    """Returns which models of a task are not there, and which are trained or frozen and must not be.
+
+    Args:
+        trainable, stage: As in `TaskModule.check_models`.
+        trained: Role, as it stands under `task`, and name of each model that is trained; `frozen` likewise.
+    """
+    problems = [
+        f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}"
+        for role, name in (*trained, *frozen)
+        if name not in trainable
+    ]
+    problems += [
+        f"models.{name}.trainable=false, but task.{role} trains it; set it to true"
+        for role, name in trained
+        if stage == "fit" and trainable.get(name) is False
+    ]
+    problems += [
+        f"models.{name}.trainable=true, but task.{role} is frozen; set it to false"
+        for role, name in frozen
+        if trainable.get(name)
+    ]
+    return problems
+
+
+def known_tokenizers(
+    tokenizers: Mapping[str, PreTrainedTokenizerBase | None], *, student: str, teacher: str
+) -> tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]:
+    """Returns the tokenizers of both, or raises ConfigError where there is none to read text with."""
+    left, right = tokenizers.get(student), tokenizers.get(teacher)
+    if left is None or right is None:
+        raise ConfigError("the task reads text, but no model brings a tokenizer; give data.tokenizer=<folder>")
+    return left, right
+
+
+def find_interpreter_problems(
+    tokenizers: Mapping[str, PreTrainedTokenizerBase | None], *, student: str, teacher: str
+) -> list[str]:
+    """Returns why text cannot be told between the two models; arguments as in `TaskModule.check_tokenizers`."""
+    try:
+        Interpreter(*known_tokenizers(tokenizers, student=student, teacher=teacher))
+    except ConfigError as error:
+        return error.problems
+    return []
