@@ -13,8 +13,9 @@ from tasks.logits.heads import Head, wide
 # (logits of a tile (n, V), which want a gradient; its rows) -> (objective (), sums (M,) without a graph)
 TileLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
-# Rows of a tile: with fewer, the weight and its gradient pass through memory more often than the products take.
-CPU_ROWS, GPU_ROWS = 256, 1024
+# Logits of a tile: with fewer, the weight and its gradient pass through memory more often than the products take; below
+# 32 MiB, glibc also keeps for itself what a tile leaves.
+CPU_TILE, GPU_TILE = 9 * 2**20, 2**27
 BLOCK = 2**22  # elements of a weight's rows that are copied to another data type at a time
 
 
@@ -23,8 +24,8 @@ def fused_loss(hidden: Tensor, head: Head, loss: TileLoss, *, tile_rows: int | N
 
     The gradient is computed in the forward, tile by tile, and only multiplied in the backward: no logit is computed
     twice. A tile is some rows times the whole vocabulary, since a softmax needs all of a row and cutting it too would
-    need a second product. So memory is that of one tile, whatever N. Gradients of the weights are added up in float32,
-    whatever the head's data type.
+    need a second product; of a larger vocabulary it has fewer rows. So memory is that of one tile, whatever N and V.
+    Gradients of the weights are added up in float32, whatever the head's data type.
 
     Args:
         hidden: (N, H). Of no row comes a zero that keeps its graph.
@@ -35,7 +36,7 @@ def fused_loss(hidden: Tensor, head: Head, loss: TileLoss, *, tile_rows: int | N
     Returns:
         The sum of all objectives, (), and the sum of all sums, (M,), without a graph.
     """
-    num_rows = tile_rows or default_rows(hidden.device)
+    num_rows = tile_rows or default_rows(hidden.device, head.num_logits)
     found: tuple[Tensor, Tensor] = _FusedLoss.apply(  # type: ignore[no-untyped-call]
         hidden, head.weight, head.bias, head, loss, num_rows, torch.is_grad_enabled()
     )
@@ -91,9 +92,9 @@ def product_dtype(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
-def default_rows(device: torch.device) -> int:
-    """Returns the rows of a tile that suit a device."""
-    return CPU_ROWS if device.type == "cpu" else GPU_ROWS
+def default_rows(device: torch.device, num_logits: int) -> int:
+    """Returns the rows of a tile that suit a device, of so many logits each."""
+    return max(1, (CPU_TILE if device.type == "cpu" else GPU_TILE) // num_logits)
 
 
 def _run_tile(

@@ -191,7 +191,7 @@ def _of_hidden(
         head,
         labels,
         reading,
-        tile_rows or default_rows(hidden.device),
+        tile_rows or default_rows(hidden.device, head.num_logits),
         torch.is_grad_enabled(),
     )
     return found
@@ -200,7 +200,8 @@ def _of_hidden(
 class _OfLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, reading: Reading) -> tuple[Tensor, Tensor]:
-        log_probs, normaliser, entropy = _read(lambda rows: logits[rows], labels, reading, like=logits)
+        count = default_rows(logits.device, logits.shape[1])
+        log_probs, normaliser, entropy = _read(lambda rows: logits[rows], labels, reading, like=logits, num_rows=count)
         ctx.save_for_backward(logits, labels, normaliser, entropy)
         return _kept(ctx, reading, log_probs, entropy)
 
@@ -209,7 +210,7 @@ class _OfLogits(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         logits, *per_row = ctx.saved_tensors
         gradient = logits.detach()  # in place: autograd then refuses a second backward
-        for rows in parts(len(gradient), default_rows(gradient.device)):
+        for rows in parts(len(gradient), default_rows(gradient.device, gradient.shape[1])):
             ctx.reading.backward(gradient[rows], *(value[rows] for value in (*per_row, *upstream)))
         return gradient, None, None
 
@@ -268,12 +269,12 @@ def _kept(ctx: Any, reading: Reading, log_probs: Tensor, entropy: Tensor) -> tup
 
 
 def _read(
-    logits: Callable[[slice], Tensor], labels: Tensor, reading: Reading, *, like: Tensor, num_rows: int | None = None
+    logits: Callable[[slice], Tensor], labels: Tensor, reading: Reading, *, like: Tensor, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what `Reading.forward` does of all rows, tile by tile."""
     # Written into three tensors that are there before: a small one of each tile would split the memory of the next.
     found = [like.new_empty(len(labels), dtype=wide(like.dtype)) for _ in range(3)]
-    for rows in parts(len(labels), num_rows or default_rows(like.device)):
+    for rows in parts(len(labels), num_rows):
         for total, values in zip(found, reading.forward(logits(rows), labels[rows]), strict=True):
             total[rows] = values
     return found[0], found[1], found[2]

@@ -191,6 +191,22 @@ def relative(value: Tensor, right: Tensor) -> float:
     return float((value.double() - right).norm() / right.norm())
 
 
+@pytest.mark.parametrize("vocabulary", [1_000, 49_152, 151_936])
+def test_a_tile_has_fewer_rows_of_a_larger_vocabulary(vocabulary: int) -> None:
+    head, tiles = Head(weight=torch.ones(vocabulary, 1)), []
+
+    def loss(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        tiles.append(logits.numel())
+        return logits[:, 0].sum(), logits.new_zeros(1)
+
+    with torch.no_grad():
+        fused_loss(torch.ones(400, 1), head, loss)
+
+    assert sum(tiles) == 400 * vocabulary
+    assert max(tiles) <= fused.CPU_TILE
+    assert len(tiles) == 1 or tiles[0] > fused.CPU_TILE - vocabulary
+
+
 def long_case(dtype: torch.dtype, *, rows: int = 2048) -> tuple[Tensor, Head, fused.TileLoss, list[Tensor]]:
     """Returns a case of many rows, and its gradients by float64."""
     labels = torch.randint(0, 64, (rows,), generator=torch.Generator().manual_seed(5))
