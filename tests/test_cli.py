@@ -137,6 +137,50 @@ def test_a_thread_that_torch_still_runs_in_does_not_spoil_the_end(folder: Path):
     assert "terminate called" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("argv", "end", "status", "said"),
+    [
+        ("--cfg job", ">/dev/full", 1, "error: the output could not be written: No space left on device"),
+        ("--cfg job", ">&-", 0, ""),
+        ("--help", "| head -1 >/dev/null; exit ${PIPESTATUS[0]}", 0, ""),
+        ("data.batch_siz=5", "2>/dev/full", 2, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_has_the_right_status(
+    argv: str, end: str, status: int, said: str, folder: Path
+):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("PYTHONUNBUFFERED", None)
+    command = ["bash", "-c", f"{sys.executable} -m trainer --config-dir=conf task=line {argv} {end}"]
+
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == status, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("end", ["| true; exit ${PIPESTATUS[0]}", ">/dev/full"])
+def test_a_run_whose_result_nobody_reads_is_complete(end: str, folder: Path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = f"{sys.executable} -m trainer --config-dir=conf task=line export.enabled=true hydra.run.dir=run {end}"
+
+    done = subprocess.run(["bash", "-c", run], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "the closing table could not be printed" in done.stderr and "Traceback" not in done.stderr
+    assert yaml.safe_load((folder / "run" / "summary.json").read_text())["status"] == "completed"
+    assert (folder / "run" / "export" / "line" / "README.md").exists()
+
+
+def test_a_run_that_is_refused_before_its_first_step_leaves_its_name_free(folder: Path):
+    argv = ("--config-dir=conf", "task=line", "hydra.run.dir=run", "callbacks=[default,early_stopping]")
+
+    done = trainer(*argv, cwd=folder)
+
+    assert done.returncode == 2 and "trainer.val_every=null: callbacks.early_stopping" in done.stderr, done.stderr
+    assert not (folder / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_sweep_runs_each_job_in_a_process_of_its_own(folder: Path):
     sweep = ("-m", "--config-dir=conf", "task=line", "task.failing_rank=0,null")

@@ -7,7 +7,7 @@ import shlex
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -29,17 +29,32 @@ def run_process() -> NoReturn:
     that asks for the interpreter after that, such as one of gloo's that lets go of a tensor, would abort the process,
     and a run that had come to its end would count as failed.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started the process
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
     status = launch.FAILED
 
     def leave() -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # whoever read it is gone
-                stream.flush()
-        os._exit(status)
+        of_output = _flush()
+        os._exit(status or of_output)
 
     atexit.register(leave)  # before anything else registers: the first is called last
     status = main()
     sys.exit(status)
+
+
+def _flush() -> int:
+    """Writes what waits to be written, and returns the exit status: that somebody has read enough is no failure."""
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        launch.say(f"error: the output could not be written: {error.strerror}")
+        return launch.FAILED
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -114,7 +129,7 @@ def _run(args: Namespace, argv: list[str]) -> int:
     assert composition.cfg is not None
     assert composition.hydra is not None
     if launch.is_first_here() and not launch.is_own_rank():
-        sys.stderr.write("".join(f"warning: {text}\n" for text in composition.warnings))
+        launch.say("\n".join(f"warning: {text}" for text in composition.warnings))
     status = _launch(composition, argv)
     is_first = launch.is_main() and not launch.is_own_rank()
     if status == launch.TERMINATED and composition.cfg.launch.requeue and is_first:
@@ -141,7 +156,7 @@ def _start_ranks(argv: list[str], *, count: int, folder: Path, max_restarts: int
     command, is_new = [sys.executable, "-m", "trainer"], not folder.exists()
     if max_restarts and not (folder.is_dir() and any(folder.iterdir())):  # else a run that goes on
         folder = claim_folder(folder)
-    sys.stderr.write(f"starting {count} rank{'s' if count > 1 else ''}\n")
+    launch.say(f"starting {count} rank{'s' if count > 1 else ''}")
     try:
         return launch.start_ranks(
             [*command, *argv],
@@ -189,10 +204,24 @@ def _check_kept(composition: "Composition") -> list[str]:
     return kept.problems(
         composition.saved,
         composition.cfg,
+        checkpoint=checkpoint,
         step=step_of(checkpoint),
         saved_ranks=saved_ranks,
         ranks=launch.planned_ranks(composition.cfg.launch.num_processes),
+        may_differ=_may_differ(composition.cfg.task.get("_target_")),
     )
+
+
+def _may_differ(target: object) -> Sequence[str]:
+    """Returns the keys of a task that a resumed run may change; none of one that cannot be found."""
+    from trainer.targets import TargetError, find_target
+    from trainer.task import TaskModule
+
+    try:
+        task = find_target(str(target))
+    except TargetError:
+        return ()
+    return task.may_differ if isinstance(task, type) and issubclass(task, TaskModule) else ()
 
 
 def _check_folder(composition: "Composition") -> list[str]:
@@ -250,7 +279,7 @@ def refuse(problems: Iterable[str]) -> int:
     if launch.is_own_rank():
         launch.report_end(launch.REFUSED, text)
     elif launch.is_first_here():
-        sys.stderr.write(text)
+        launch.say(text)
     return launch.REFUSED
 
 
@@ -266,7 +295,7 @@ def _failed() -> int:
     if launch.is_own_rank():
         launch.report_end(launch.FAILED, traceback.format_exc())
     else:
-        sys.stderr.write(redact(traceback.format_exc()))
+        launch.say(traceback.format_exc())
     return launch.FAILED
 
 

@@ -59,9 +59,9 @@ def use_working_folder() -> None:
     if found is not None and found.origin and Path(found.origin).resolve() == ours:
         return
     if found is not None and found.origin and not launch.is_own_rank():  # the launcher has said it
-        sys.stderr.write(
+        launch.say(
             f"warning: {Path(found.origin).parent} is not the trainer's package `tasks` and is not used; "
-            "rename the folder to import from it\n"
+            "rename the folder to import from it"
         )
     spec = importlib.util.spec_from_file_location("tasks", ours, submodule_search_locations=[str(ours.parent)])
     assert spec is not None

@@ -137,7 +137,7 @@ def start_ranks(
             _tell_restart(f"{cause.headline.rstrip('.')}; restart {attempt + 1} of {max_restarts}", folder)
     if cause is None:
         return 0
-    _say(cause.text)
+    say(cause.text)
     return cause.status
 
 
@@ -145,7 +145,7 @@ def _tell_restart(text: str, folder: Path) -> None:
     """Says why the ranks are started again and where they begin, in the run's log as well."""
     saved = find_all(folder / CHECKPOINTS)
     text += f" from {saved[0].name}" if saved else " from the beginning"
-    _say(text)
+    say(text)
     with suppress(OSError), (folder / "run.log").open("a", encoding="utf-8") as file:
         file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} WARNING trainer.launch: {redact(text)}\n")
 
@@ -282,7 +282,7 @@ class Ranks:
                 handed_on, deadline = number, time.monotonic() + _SAVE_SECONDS
                 self._send(number)
             if len(asked.stops) > 1:
-                _say("interrupted again: ended without saving")
+                say("interrupted again: ended without saving")
                 # The other one: a rank takes the same signal, soon after the first, for its echo.
                 self._send(signal.SIGTERM if handed_on == signal.SIGINT else signal.SIGINT)
                 self._wait_until(time.monotonic() + _GRACE_SECONDS)
@@ -384,12 +384,14 @@ def requeue() -> None:
         subprocess.run(["scontrol", "requeue", job], check=True, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or str(error)).strip()
-        _say(f"warning: launch.requeue: scontrol requeue {job} failed: {said}")
+        say(f"warning: launch.requeue: scontrol requeue {job} failed: {said}")
     else:
-        _say(f"job {job} is queued again")
+        say(f"job {job} is queued again")
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Tells the user something, without secrets."""
     if text:
-        sys.stderr.write(redact(text).rstrip() + "\n")
-        sys.stderr.flush()
+        with suppress(OSError):  # nobody can be told, and the exit status still is
+            sys.stderr.write(redact(text).rstrip() + "\n")
+            sys.stderr.flush()

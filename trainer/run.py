@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import rich
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.syntax import Syntax
 
 from trainer import distributed, outputs
 from trainer.adapters import CONFIG_FILE, base_class, base_name
-from trainer.build import Run, build_run, plain
+from trainer.build import Run, build_plugins, build_run, plain
 from trainer.callbacks import SampleTable, Throughput
 from trainer.config import ConfigError
 from trainer.data.identity import identify_sources
-from trainer.data.sources import name_sources
+from trainer.data.sources import TrainingData, name_sources
 from trainer.export import RESCORED_BATCHES, export_model, rescore
 from trainer.heartbeat import sign_of_life
+from trainer.kept import plugin_file
 from trainer.loggers.logger import Logger
 from trainer.recording import cache_teacher
 from trainer.redact import redact_command, secret_values
@@ -70,17 +75,26 @@ def run(cfg: DictConfig, *, folder: Path, command: str, resumption: Resumption |
         if distributed.is_main():
             log.info("outputs: %s", folder if goes_on else save_config(cfg, folder).parent)
         # On every rank: written by one, compared by all.
-        job.trainer.checkpoint_texts = {CONFIG: config_text(_without_end(cfg), place=folder)}
+        job.trainer.checkpoint_texts = {CONFIG: config_text(_without_end(cfg), place=folder)} | _plugin_texts(cfg)
         job.trainer.folder = folder
         positions: Mapping[str, Mapping[str, int]] = {}
         if goes_on and whole is not None:
             positions = positions_of(whole.path)
         elif is_own:  # what an attempt without an end has logged is taken back
             positions = {name: {} for name in job.trainer.loggers}
-        with _recorded(job, cfg, folder, positions=positions, goes_on=goes_on):
+        with (
+            _gone_if_refused(job.trainer, folder, is_own=is_own),
+            _recorded(job, cfg, folder, positions=positions, goes_on=goes_on),
+        ):
             MODES[cfg.mode](job, cfg, whole)
             report(job, cfg, command)
             _check_saved(job.trainer)
+
+
+def _plugin_texts(cfg: DictConfig) -> dict[str, str]:
+    """Returns the content of the files that plugins are read from, which may have changed when the run goes on."""
+    names = [str(name) for name, model in cfg.models.items() if "path" in model.plugin]
+    return {plugin_file(name): json.dumps(config) + "\n" for name, config in build_plugins(cfg, names).items()}
 
 
 def _without_end(cfg: DictConfig) -> DictConfig:
@@ -104,6 +118,17 @@ def _open_folder(folder: Path, *, is_own: bool) -> tuple[AbstractContextManager[
     if problems:
         raise ConfigError(*problems)
     return lock, Path(place)
+
+
+@contextmanager
+def _gone_if_refused(trainer: MultiModelTrainer, folder: Path, *, is_own: bool) -> Iterator[None]:
+    """Removes the folder that this run has made if it is refused before its first step: its name is free again."""
+    try:
+        yield
+    except ConfigError:
+        if distributed.is_main() and not is_own and trainer.global_step == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _check_saved(trainer: MultiModelTrainer) -> None:
@@ -167,19 +192,13 @@ def was_exported(cfg: DictConfig) -> bool:
 
 
 def report(job: Run, cfg: DictConfig, command: str) -> None:
-    """Prints the closing table and the samples, and puts both on the model cards."""
+    """Puts the closing table and the samples on the model cards, and prints both."""
     trainer = job.trainer
     if not distributed.is_main() or cfg.mode == "cache_teacher":  # what that writes has no metrics
         return
     columns, rows = _closing_rows(job)
     samples = next((c for c in trainer.callbacks.values() if isinstance(c, SampleTable)), None)
-    out = Console()  # stdout: the result, where stderr holds the log
-    out.print()
-    out.print(closing_table(columns, rows))
-    if samples is not None and samples.answers:
-        out.print(sample_panel(samples.columns, samples.rows, limit=4))
-    if any(source.startswith("embedded:") for source in _sources(cfg, list(cfg.models))):
-        out.print("This is a demonstration on a small embedded text; the documentation says what to expect of it.")
+    title = _title(trainer.sources)
     assert trainer.folder is not None
     exported = [trainer.folder / "export" / model.name for model in trainer.trained] if was_exported(cfg) else []
     for folder in exported:
@@ -200,12 +219,36 @@ def report(job: Run, cfg: DictConfig, command: str) -> None:
             data=_sources(cfg, [folder.name]),
             columns=own_columns,
             rows=own_rows,
+            title=title,
             sample_columns=samples.columns if samples is not None and samples.answers else (),
             sample_rows=samples.rows if samples is not None and samples.answers else (),
             versions=versions(),
         )
         (folder / "README.md").write_text(card, encoding="utf-8")
-        out.print(f"exported: {folder}", highlight=False)
+    shown: list[RenderableType] = ["", closing_table(columns, rows, title=title)]
+    if samples is not None and samples.answers:
+        shown.append(sample_panel(samples.columns, samples.rows, limit=4))
+    if any(source.startswith("embedded:") for source in _sources(cfg, list(cfg.models))):
+        shown.append("An embedded set is small: the page of its task in docs/ says what to expect.")
+    _show([*shown, *(f"exported: {folder}" for folder in exported)])
+
+
+def _show(parts: Sequence[RenderableType]) -> None:
+    """Prints the result to stdout, where stderr holds the log; that nobody can read it is no fault of the run."""
+    out = Console()
+    try:
+        for part in parts:
+            out.print(part, highlight=False)
+    except (OSError, SystemExit) as error:  # rich makes the latter of a broken pipe
+        reason = error.strerror if isinstance(error, OSError) else "nobody reads it"
+        log.warning("the closing table could not be printed (%s); summary.json has its numbers", reason)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still to be flushed
+
+
+def _title(sources: Mapping[str, TrainingData]) -> str:
+    """Returns what the closing table's metrics are of."""
+    nouns = {source.noun for source in sources.values() if source.validation is not None}
+    return f"held-out {nouns.pop() if len(nouns) == 1 else 'examples'}"
 
 
 def _teacher_name(cfg: DictConfig, job: Run) -> str | None:
@@ -308,7 +351,7 @@ def _recorded(
         except ConfigError:
             is_refused = True
             raise
-        except Exception:
+        except (Exception, SystemExit):
             log.exception("the run failed at step %d", trainer.global_step, extra={"file_only": True})
             raise
         finally:
@@ -333,6 +376,8 @@ def _tell_how_to_go_on(trainer: MultiModelTrainer, folder: Path) -> None:
     if trainer.saver is not None and trainer.saver.last is not None:
         how = f"the same command with hydra.run.dir={show(folder)} resume=auto"
         log.info("saved up to %s; to go on: %s", trainer.saver.last.name, how)
+    else:
+        log.info("ended at step %d, and no checkpoint was saved", trainer.global_step)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from trainer.compose import Request, compose_run, start_hydra
 from trainer.conf_files import COMPOSE_ERRORS
 from trainer.conf_groups import spell_null
 from trainer.conf_values import open_free_key
-from trainer.redact import redact, redact_word
+from trainer.redact import redact_word
 from trainer.saved import show
 from trainer.spread import Job, report_spread
 
@@ -34,7 +34,7 @@ def run_sweep(args: Namespace) -> int:
     request = arguments.request(args)
     problems = _check_jobs(request)
     if problems:
-        sys.stderr.write(redact("".join(f"error: {problem}\n" for problem in problems)))
+        launch.say("\n".join(f"error: {problem}" for problem in problems))
         return launch.REFUSED
     jobs: list[Job] = []
     args.overrides = _opened(request)
@@ -43,8 +43,7 @@ def run_sweep(args: Namespace) -> int:
     finally:
         for job in jobs:
             end = "completed" if job.status == 0 else f"ended with status {job.status}"
-            text = f"job {job.number} ({' '.join(map(redact_word, job.overrides))}): {end}, {show(job.folder)}\n"
-            sys.stderr.write(redact(text))
+            launch.say(f"job {job.number} ({' '.join(map(redact_word, job.overrides))}): {end}, {show(job.folder)}")
     report_spread(jobs)
     return max([status, *(job.status for job in jobs)])
 
@@ -61,7 +60,7 @@ def hydra_main(args: Namespace, *, task: Callable[[DictConfig], None]) -> int:
     try:
         run()
     except COMPOSE_ERRORS as error:
-        sys.stderr.write(redact(f"error: {' '.join(str(error).split())}\n"))
+        launch.say(f"error: {' '.join(str(error).split())}")
         return launch.REFUSED
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else launch.FAILED
@@ -122,7 +121,7 @@ def _run_job(args: Namespace, jobs: list[Job]) -> None:
     folder = Path(config.sweep.dir, config.sweep.subdir)
     overrides = list(config.overrides.task)
     argv = [*_config_options(args), *overrides, f"hydra.run.dir={_quoted(str(folder))}"]
-    sys.stderr.write(redact(f"job {config.job.num}: {' '.join(map(redact_word, overrides))}\n"))
+    launch.say(f"job {config.job.num}: {' '.join(map(redact_word, overrides))}")
     process = subprocess.Popen([sys.executable, "-m", "trainer", *argv])
     try:
         status = process.wait()
