@@ -79,7 +79,7 @@ def test_run_prints_the_table_and_the_answers(default_run: Finished) -> None:
     ):
         assert row in text
     assert "The capital of France is Paris" in text
-    assert "demonstration" in text
+    assert "An embedded set is small" in text
 
 
 def test_run_is_quiet_and_never_silent(default_run: Finished) -> None:

@@ -112,7 +112,9 @@ def test_documented_command_is_accepted(
     assert check.problems(composition.cfg, composition.overrides) == []
     if composition.saved is not None:
         ranks = composition.cfg.launch.num_processes or 1
-        assert kept.problems(composition.saved, composition.cfg, step=4, saved_ranks=1, ranks=ranks) == []
+        whole = composition.resumption.candidates[0]
+        found = kept.problems(composition.saved, composition.cfg, checkpoint=whole, step=4, saved_ranks=1, ranks=ranks)
+        assert found == []
 
 
 def test_commands_were_found() -> None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from trainer.callbacks.callback import Callback
     from trainer.config import ConfigError
     from trainer.data.collate import model_inputs
+    from trainer.data.device import to_device
     from trainer.data.identity import identify_sources
     from trainer.data.sources import TrainingData
     from trainer.data.tokenizers import end_tokens
@@ -76,6 +77,7 @@ __all__ = [
     "run_checks",
     "sample_windows",
     "sum_over_ranks",
+    "to_device",
 ]
 
 # Lazily (PEP 562): `python -m trainer --help` must not import torch.
@@ -113,6 +115,7 @@ _HOMES = {
     "export_model": "trainer.export",
     "is_main": "trainer.distributed",
     "model_inputs": "trainer.data.collate",
+    "to_device": "trainer.data.device",
 }
 
 

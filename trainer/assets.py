@@ -163,6 +163,19 @@ def find_problem(name: str) -> str | None:
     return _wheel_problem(asset)
 
 
+def known_config(name: str) -> dict[str, Any] | None:
+    """Returns a model's config, None where it must be fetched first."""
+    asset = _find(name)
+    if isinstance(asset, TokenizerFolder):
+        return None
+    made = cache_folder() / _folder_name(_key(name), asset) / "config.json"
+    if made.is_file():
+        return dict(json.loads(made.read_text(encoding="utf-8")))
+    if isinstance(asset, DropLayers) and (config := known_config(asset.source)) is not None:
+        return {**config, "num_hidden_layers": config["num_hidden_layers"] - len(asset.drop_layers)}
+    return asset.config if isinstance(asset, GgufInWheel) else None
+
+
 def convert_user_gguf(file: Path) -> Path:
     """Returns the folder in transformers format of a .gguf file, converted once per content of the file."""
     stat = file.stat()

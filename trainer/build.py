@@ -199,41 +199,38 @@ def build_data(
     read_by = {name: tokenizer for name, tokenizer in tokenizers.items() if name in names}
     tokenizer = build_tokenizer(options, read_by, own_tokens=own_tokens)
     reader: RowReader | None = make(options.rows) if options.rows is not None else None
-    readers = [name for name in names if name in built]
-    train, validation = _datasets(cfg, key, options, readers, tokenizer, reader)
-    if options.collate is not None:
-        collate = make(options.collate)
-    elif tokenizer is not None and not OmegaConf.is_dict(options.train):
-        collate = reader.collator(tokenizer) if reader is not None else PaddingCollator(tokenizer.pad_token_id)
+    _check_sources(cfg, key, options)
+    if OmegaConf.is_dict(options.train):
+        train = make(options.train)
+        validation = make(options.validation) if options.validation is not None else None
+        collate, noun = default_collate, "examples"
     else:
-        collate = default_collate
+        if tokenizer is None:
+            raise ConfigError(
+                f"{key}.train={options.train} is text, but no model brings a tokenizer; give {key}.tokenizer=<folder>, "
+                "or a node with _target_ that returns a dataset of tensors"
+            )
+        log.info("%s.train: %s, read by %s", key, options.train, ", ".join(name for name in names if name in built))
+        train, validation = _read(key, options, tokenizer, reader)
+        if reader is not None:
+            collate, noun = reader.collator(tokenizer), getattr(reader, "noun", "examples")
+        else:
+            collate, noun = PaddingCollator(tokenizer.pad_token_id), "text"
     return TrainingData(
         train=train,
         validation=validation,
         batch_size=options.batch_size,
-        collate=collate,
+        collate=make(options.collate) if options.collate is not None else collate,
         num_workers=options.num_workers,
         tokenizer=tokenizer,
+        noun=noun,
     )
 
 
-def _datasets(
-    cfg: DictConfig,
-    key: str,
-    options: DataConfig,
-    names: list[str],
-    tokenizer: PreTrainedTokenizerBase | None,
-    reader: RowReader | None,
-) -> tuple[Dataset[Any] | None, Dataset[Any] | None]:
-    _check_sources(cfg, key, options)
-    if OmegaConf.is_dict(options.train):
-        return make(options.train), make(options.validation) if options.validation is not None else None
-    if tokenizer is None:
-        raise ConfigError(
-            f"{key}.train={options.train} is text, but no model brings a tokenizer; give {key}.tokenizer=<folder>, or "
-            "a node with _target_ that returns a dataset of tensors"
-        )
-    log.info("%s.train: %s, read by %s", key, options.train, ", ".join(names))
+def _read(
+    key: str, options: DataConfig, tokenizer: PreTrainedTokenizerBase, reader: RowReader | None
+) -> tuple[Dataset[Any], Dataset[Any]]:
+    """Returns the examples of rows to train on and to validate on."""
     load = partial(load_rows, prepare=reader.prepare) if reader is not None else load_rows
     train_rows = load(options.train)
     if options.validation is None:

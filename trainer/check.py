@@ -3,12 +3,13 @@
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from trainer import launch, outputs
-from trainer.config import NON_FINITE, find_name_problems
+from trainer.config import NON_FINITE, data_nodes, find_name_problems
 from trainer.start_weights import find_origin_problems
 from trainer.targets import target_problems
 from trainer.updates import UpdatePlan
@@ -35,6 +36,8 @@ def problems(cfg: DictConfig, overrides: list[str]) -> list[str]:
     found += _check_plugins(config, overrides)
     found += _check_adapters(config, found)
     found += _check_quantization(config, found)
+    found += _check_freezing(config, found)
+    found += _check_vocabularies(config, found)
     found += _check_by_trial(config, found)
     return list(dict.fromkeys(found))
 
@@ -79,7 +82,7 @@ def _check_ranges(config: Config) -> Iterator[str]:
     yield from _one_of("trainer.non_finite", trainer["non_finite"], NON_FINITE)
     yield from _at_least("launch.max_restarts", config["launch"]["max_restarts"], 0)
     yield from _at_least("seed", config["seed"], 0)
-    for key, data in _data_nodes(config):
+    for key, data in data_nodes(config):
         yield from _at_least(f"{key}.batch_size", data["batch_size"], 1)
         yield from _at_least(f"{key}.block_size", data["block_size"], 2)  # one token to read, one to predict
         yield from _at_least(f"{key}.num_workers", data["num_workers"], 0)
@@ -90,12 +93,6 @@ def _check_ranges(config: Config) -> Iterator[str]:
         yield f"export.tolerance={config['export']['tolerance']}: must be above 0"
     if config["mode"] == "fit" and trainer["max_steps"] is None and trainer["max_epochs"] is None:
         yield "trainer.max_steps and trainer.max_epochs are both missing; give one: trainer.max_steps=1000"
-
-
-def _data_nodes(config: Config) -> list[tuple[str, Config]]:
-    """Returns the shared data and each model's own, with their keys."""
-    own = [(f"models.{name}.data", model["data"]) for name, model in config["models"].items() if model["data"]]
-    return [("data", config["data"]), *own]
 
 
 def _at_least(key: str, value: Any, least: int) -> Iterator[str]:
@@ -164,9 +161,11 @@ def _check_optimizer(name: str, model: Config) -> Iterator[str]:
             f"add `- /optimizer@models.{name}.optimizer: adamw` to the task's defaults, "
             f"or give optimizer@models.{name}.optimizer=adamw"
         )
-    rate = (model["optimizer"] or {}).get("lr", 0.0)
-    if isinstance(rate, int | float) and not 0 <= rate < math.inf:
-        yield f"models.{name}.optimizer.lr={rate}: must be a finite number of at least 0"
+    for word, value in (model["optimizer"] or {}).items():
+        if word == "lr" and isinstance(value, int | float) and not 0 <= value < math.inf:
+            yield f"models.{name}.optimizer.lr={value}: must be a finite number of at least 0"
+        elif isinstance(value, float) and not math.isfinite(value):
+            yield f"models.{name}.optimizer.{word}={value}: must be a finite number"
     for part in ("optimizer", "scheduler"):
         if not model["trainable"] and model[part]:
             yield (
@@ -183,7 +182,7 @@ def _check_data(config: Config) -> list[str]:
     from trainer.data.tokenizers import check_tokenizer
 
     found: list[str] = []
-    for key, data in _data_nodes(config):
+    for key, data in data_nodes(config):
         if data["train"] is None and (key != "data" or not _all_own(config)):
             found.append(f"{key}.train is null; give a file, a hub name, embedded:<asset>, or a node with _target_")
         found += check_tokenizer(f"{key}.tokenizer", data["tokenizer"])
@@ -212,7 +211,7 @@ def _all_own(config: Config) -> bool:
 
 def _check_builds(config: Config) -> list[str]:
     from trainer.adapters import check_folder
-    from trainer.models import check_build
+    from trainer.check_builds import check_build
     from trainer.scorers import find_head_problem
 
     found: list[str] = []
@@ -251,11 +250,64 @@ def _check_adapters(config: Config, found: list[str]) -> list[str]:
                 f"model@{key}.build=causal_lm, or export.enabled=false"
             )
         if not own and not any(problem.startswith(f"{key}.build") for problem in found):
-            own += find_adapter_problem(key, model["build"], model["lora"])
+            own += find_adapter_problem(key, _origin(config, model), model["lora"])
             empty = empty_model(model["build"])
             own += check_fit(f"{key}.lora", model["lora"], empty, stage=stage) if empty is not None else []
         problems += own
     return problems
+
+
+def _check_freezing(config: Config, found: list[str]) -> list[str]:
+    frozen = [name for name, model in config["models"].items() if model["freeze"]]
+    if not frozen:
+        return []
+    from trainer.freezing import find_freezing_problems
+    from trainer.models import empty_model
+    from trainer.scorers import find_frozen_head
+
+    problems: list[str] = []
+    for name in frozen:
+        key, model = f"models.{name}", config["models"][name]
+        patterns = model["freeze"]
+        if not all(isinstance(pattern, str) for pattern in patterns):
+            problems.append(f"{key}.freeze={patterns}: must be a list of texts, such as ['model.layers.0.*']")
+        elif not model["trainable"]:
+            problems.append(
+                f"{key}.freeze={patterns}: {key} is frozen as a whole (trainable: false); drop freeze, or set "
+                f"{key}.trainable=true"
+            )
+        elif not any(problem.startswith(f"{key}.") for problem in found):
+            empty = empty_model(model["build"])
+            own = find_freezing_problems(empty, patterns, key=f"{key}.freeze") if empty is not None else []
+            problems += own or find_frozen_head(key, _origin(config, model), patterns)
+    return problems
+
+
+def _origin(config: Config, model: Config) -> Config:
+    """Returns the build that a model's start weights are of."""
+    for _ in config["models"]:
+        if model["init_from"] in config["models"]:
+            model = config["models"][model["init_from"]]
+    build: Config = model["build"]
+    return build
+
+
+def _check_vocabularies(config: Config, found: list[str]) -> Iterator[str]:
+    """Holds a tokenizer that is on disk against the models whose settings are given here."""
+    from trainer import assets
+    from trainer.data.tokenizers import find_vocabulary_problem, load_tokenizer
+    from trainer.models import empty_model
+
+    for name, model in config["models"].items():
+        build, source = model["build"] or {}, (model["data"] or config["data"])["tokenizer"]
+        own = (f"models.{name}.", "data.tokenizer")
+        if not isinstance(build.get("config"), Mapping) or source is None or any(p.startswith(own) for p in found):
+            continue
+        is_at_hand = Path(source).expanduser().is_dir()
+        if source.startswith(assets.PREFIX):  # what is no model is a tokenizer in this package, and not fetched
+            is_at_hand = assets.find_problem(source) != assets.find_tokenizer_problem(source)
+        if is_at_hand and (empty := empty_model(build)) is not None:
+            yield from find_vocabulary_problem(name, empty, load_tokenizer(source))
 
 
 def _check_quantization(config: Config, found: list[str]) -> list[str]:

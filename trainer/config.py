@@ -36,6 +36,12 @@ def find_name_problems(names: Mapping[str, bool]) -> list[str]:
     ]
 
 
+def data_nodes(config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns the shared data and each model's own, with their keys."""
+    own = [(f"models.{name}.data", model["data"]) for name, model in config["models"].items() if model["data"]]
+    return [("data", config["data"]), *own]
+
+
 @dataclass(kw_only=True)
 class DataConfig:
     """Where the examples come from and how they are cut into micro-batches."""
@@ -147,9 +153,11 @@ def register_schema() -> None:
     OmegaConf.register_new_resolver("only_of", only_of, replace=True)
 
 
-def only_of(build: Mapping[str, Any] | None, lora: Mapping[str, Any] | None, name: str, value: list[Any]) -> list[Any]:
-    """Returns weights to freeze that are meant for the model of one name; none where another is built, or adapters are.
+def only_of(
+    build: Mapping[str, Any] | None, lora: Mapping[str, Any] | None, trainable: bool, name: str, value: list[Any]
+) -> list[Any]:
+    """Returns weights to freeze that are meant for the model of one name; none where another is built or all are kept.
 
     A preset's globs of one model's layers would match others of any other model, without a word.
     """
-    return value if build is not None and build.get("name") == name and not lora else []
+    return value if build is not None and build.get("name") == name and trainable and not lora else []

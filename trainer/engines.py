@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import importlib
-import inspect
 import logging
 import math
 import os
@@ -44,6 +43,7 @@ from trainer.seeds import seed_everything
 from trainer.specs import (
     ModelSpec,
     RunFacts,
+    build_module,
     check_spec,
     check_window,
     facts_of,
@@ -51,6 +51,7 @@ from trainer.specs import (
     name_of,
     quantization_of,
     tell_idle,
+    tell_unreached,
 )
 from trainer.start_weights import copy_start_weights, find_origin_problems
 from trainer.updates import UpdatePlan
@@ -124,6 +125,7 @@ class Engines:
             problems += find_origin_problem(name, models[name].init_from, kinds)
         if not problems and run.trains:
             tell_idle(models, run)
+            tell_unreached(models, self.configs, run)
         return problems
 
     def _check_model(self, name: str, spec: ModelSpec, run: RunFacts) -> list[str]:
@@ -151,7 +153,7 @@ class Engines:
             facts = facts_of(spec, run, dtype, self.accelerator.device)
             log_rewrites(f"models.{name}.plugin", config, facts)
             self._apply(name, resolve(f"models.{name}.plugin", config, facts))
-        with self.selected(name):
+        with self.selected(name):  # anew: transformers must see the configuration as it is now
             module = _build(name, spec, dtype, self._sharding_at_birth(name), _finish(name, spec, run, origin))
             # Now that the module tells its size: the final values of what depends on it.
             facts.hidden_size = _hidden_size(module)
@@ -366,10 +368,9 @@ def _finish(name: str, spec: ModelSpec, run: RunFacts, origin: ModelHandle | Non
 def _build(
     name: str, spec: ModelSpec, dtype: torch.dtype, sharding: AbstractContextManager[None], finish: Finish | None
 ) -> nn.Module:
-    arguments = {"dtype": dtype} if "dtype" in inspect.signature(spec.build).parameters else {}
     try:
         with sharding:
-            module = spec.build(**arguments)
+            module = build_module(spec.build, dtype)
         if finish is not None and isinstance(module, nn.Module):
             module = finish(module)
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from trainer import distributed
 from trainer.adapters import adapter_state, is_adapted, load_adapter, save_adapter
 from trainer.handle import ModelHandle, gathered_state_dict
 from trainer.seeds import seed_everything
+from trainer.specs import build_module
 from trainer.trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _load_pretrained(folder: Path, kind: type[PreTrainedModel], dtype: torch.dty
 
 
 def _load_module(folder: Path, build: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
-    module = build(**({"dtype": dtype} if "dtype" in inspect.signature(build).parameters else {}))
+    module = build_module(build, dtype)
     load_model(module, folder / WEIGHTS)
     return module
 

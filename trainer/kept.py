@@ -1,11 +1,15 @@
 """What a resumed run must keep of its configuration, and what of it has changed."""
 
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from trainer.config import ConfigError
 
 _KEEPS = "a resumed run keeps its models, task, data and seed"
 _MAY_CHANGE = re.compile(
@@ -16,7 +20,9 @@ _MAY_CHANGE = re.compile(
 # What a plugin says of the arithmetic, and not of where things are held.
 _ARITHMETIC = re.compile(
     r"models\.[^.]+\.plugin\.(gradient_clipping|optimizer|scheduler|fp16|bf16|torch_autocast|prescale_gradients|"
-    r"gradient_predivide_factor)(\.|$)"
+    r"gradient_predivide_factor|gradient_allreduce_op|data_types|(seq_parallel_)?communication_data_type|"
+    r"compression_training|weight_quantization|progressive_layer_drop|curriculum_learning|data_efficiency|"
+    r"zero_optimization\.(zero_quantized_\w+|zenflow))(\.|$)"
 )
 _OPTIMIZER = re.compile(r"models\.[^.]+\.optimizer")
 # The same algorithm with the same state, on the GPU and offloaded; their constructors' defaults where they differ.
@@ -28,17 +34,29 @@ _ADAMW_DEFAULTS = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "amsgrad": F
 _ABSENT = object()
 
 
-def problems(saved: DictConfig, cfg: DictConfig, *, step: int, saved_ranks: int, ranks: int) -> list[str]:
+def problems(
+    saved: DictConfig,
+    cfg: DictConfig,
+    *,
+    checkpoint: Path,
+    step: int,
+    saved_ranks: int,
+    ranks: int,
+    may_differ: Sequence[str] = (),
+) -> list[str]:
     """Returns every change that the run cannot be resumed with.
 
     Args:
         saved: The configuration in the checkpoint.
         cfg: The configuration to go on with.
+        checkpoint: The checkpoint's folder, which also holds the content of files that plugins are read from.
         step: The checkpoint's global step.
         saved_ranks: How many ranks the run had when it was saved.
         ranks: How many it will have.
+        may_differ: Keys of the task that may change.
     """
-    found = list(_changes(saved, cfg))
+    old, new, files = _with_plugins(saved, cfg, checkpoint)
+    found = list(_changes(old, new, may_differ=may_differ, files=files))
     if cfg.mode == "fit":
         found += _too_short(cfg, step)
         found += _batch_problems(saved, cfg, saved_ranks=saved_ranks, ranks=ranks)
@@ -54,18 +72,75 @@ def differing_keys(saved: DictConfig, cfg: DictConfig) -> list[str]:
 # --- keys
 
 
-def _changes(saved: DictConfig, cfg: DictConfig) -> Iterator[str]:
+def plugin_file(name: str) -> str:
+    """Returns where in a checkpoint the content of the file is that a model's plugin was read from."""
+    return f"plugin-{name}.json"
+
+
+def _with_plugins(
+    saved: DictConfig, cfg: DictConfig, checkpoint: Path
+) -> tuple[DictConfig, DictConfig, dict[str, str]]:
+    """Returns both configurations with the content of DeepSpeed files in the place of their paths, where it is known.
+
+    And the files that are read now, by the keys of what they say.
+    """
+    from trainer.plugins import read_plugin
+
+    old, new, files = saved.copy(), cfg.copy(), dict[str, str]()
+    for part in (old, new):
+        OmegaConf.set_struct(part, False)
+    for name in map(str, cfg.models):
+        if name not in saved.models:
+            continue
+        file = checkpoint / plugin_file(name)
+        was_read, is_read = ("path" in (part.models[name].plugin or {}) for part in (saved, cfg))
+        if was_read and not file.is_file():
+            continue  # saved before that was written
+        try:
+            if is_read:
+                files[f"models.{name}.plugin."] = str(cfg.models[name].plugin.path)
+                read = read_plugin(f"models.{name}.plugin", _resolved(cfg, f"models.{name}.plugin"))
+                if not read:
+                    continue  # check.py says so
+                new.models[name].plugin = read
+            if was_read:
+                old.models[name].plugin = json.loads(file.read_text(encoding="utf-8"))
+        except (ConfigError, ValueError):  # check.py names a file that cannot be read, the ranks a damaged checkpoint
+            continue
+        for part in (old, new):
+            _drop_autos(part.models[name].plugin)
+    return old, new, files
+
+
+def _drop_autos(plugin: DictConfig) -> None:
+    """Takes out of a plugin what says the same as nothing."""
+    for block, word in ((plugin, "gradient_clipping"), *((plugin.get(of) or {}, "enabled") for of in ("bf16", "fp16"))):
+        if block.get(word) == "auto":
+            del block[word]
+    for name in ("bf16", "fp16"):
+        if name in plugin and not plugin[name]:
+            del plugin[name]
+
+
+def _changes(
+    saved: DictConfig, cfg: DictConfig, *, may_differ: Sequence[str], files: Mapping[str, str]
+) -> Iterator[str]:
     for key, old, new in _differences(saved, cfg):
         if _MAY_CHANGE.match(key) and not _ARITHMETIC.match(key):
             continue
+        if f"{key}.".startswith(tuple(f"task.{name}." for name in may_differ)):
+            continue
+        fix = next((f"change {path} back" for place, path in files.items() if key.startswith(place)), "")
         optimizer = key.rpartition(".")[0]
         if key.endswith("._target_") and _OPTIMIZER.fullmatch(optimizer) and old in _ADAMW and new in _ADAMW:
             yield from _adamw_changes(optimizer, _resolved(saved, optimizer), _resolved(cfg, optimizer))
         elif new is _ABSENT:
-            yield f"{key} is gone: the run that is resumed has {_written(old)}; {_KEEPS}; drop that, or start a new run"
+            has = f"the run that is resumed has {_written(old)}"
+            yield f"{key} is gone: {has}; {_KEEPS}; {fix or 'drop that'}, or start a new run"
         else:
             has = "none" if old is _ABSENT else _written(old)
-            yield (f"{key}={_written(new)}: the run that is resumed has {has}; {_KEEPS}; drop it, or start a new run")
+            has = f"the run that is resumed has {has}"
+            yield f"{key}={_written(new)}: {has}; {_KEEPS}; {fix or 'drop it'}, or start a new run"
 
 
 def _differences(saved: DictConfig, cfg: DictConfig) -> Iterator[tuple[str, Any, Any]]:

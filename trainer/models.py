@@ -1,22 +1,19 @@
-"""Builders of models that `models.<name>.build` names, and the checks of such a node before anything is allocated."""
+"""Builders of models that `models.<name>.build` names, and what can be known of a model without its weights."""
 
-import difflib
-import importlib.util
-import json
 import logging
-import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, TypeVar, cast
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
 import torch
 import transformers
 from huggingface_hub import HfApi
-from safetensors import SafetensorError, safe_open
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -31,31 +28,32 @@ log = logging.getLogger("trainer.models")
 Loaded = TypeVar("Loaded")
 
 _SEQUENCES, _TOKENS = transformers.AutoModelForSequenceClassification, transformers.AutoModelForTokenClassification
-_PRETRAINED = {  # each with the class that makes the model
+PRETRAINED = {  # each with the class that makes the model
     "trainer.models.causal_lm": AutoModelForCausalLM,
     "trainer.encoders.encoder": AutoModel,
     "trainer.scorers.sequence_scorer": _SEQUENCES,
     "trainer.scorers.token_scorer": _TOKENS,
 }
-_FROM_CONFIGS = {f"{target}_from_config": kind for target, kind in _PRETRAINED.items()}
-_KNOWN = {  # what each class makes, and the configs that transformers has for that
-    AutoModelForCausalLM: ("language model", transformers.MODEL_FOR_CAUSAL_LM_MAPPING),
-    AutoModel: ("model", transformers.MODEL_MAPPING),
-    _SEQUENCES: ("model with a score per text", transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING),
-    _TOKENS: ("model with a score per token", transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING),
-}
-_LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, SafetensorError, UnpicklingError)
+FROM_CONFIGS = {f"{target}_from_config": kind for target, kind in PRETRAINED.items()}
+LOAD_ERRORS = (OSError, ValueError, ImportError, KeyError, SafetensorError, UnpicklingError, StrictDataclassError)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
+class BuildKeys(TypedDict, total=False):
+    """Keys of every build of a transformers model; `build_from_config` has their defaults."""
+
+    attn_implementation: str | None
+    gradient_checkpointing: bool
+
+
+class LoadKeys(BuildKeys, total=False):
+    """Those of builds that read weights; `load_reported` has their defaults."""
+
+    trust_remote_code: bool
+
+
 def causal_lm(
-    name: str,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-    quantization: str | None = None,
+    name: str, *, dtype: torch.dtype, quantization: str | None = None, **keys: Unpack[LoadKeys]
 ) -> PreTrainedModel:
     """Returns a pretrained language model.
 
@@ -63,36 +61,18 @@ def causal_lm(
         name: A hub name, a folder, a .gguf file, or `embedded:<asset>`.
         quantization: "int8" or "nf4" for a frozen model whose linear layers shall take 8 or 4 bits a weight.
     """
-    return load_pretrained(
-        AutoModelForCausalLM,
-        name,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        gradient_checkpointing=gradient_checkpointing,
-        trust_remote_code=trust_remote_code,
-        quantization=quantization,
-    )
+    return load_pretrained(AutoModelForCausalLM, name, dtype=dtype, quantization=quantization, **keys)
 
 
 def causal_lm_from_config(
-    config: str | Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
+    config: str | Mapping[str, Any], *, dtype: torch.dtype, **keys: Unpack[BuildKeys]
 ) -> PreTrainedModel:
     """Returns a language model with random start weights.
 
     Args:
         config: A folder or hub name whose config is taken, or a mapping with `model_type`.
     """
-    return build_from_config(
-        AutoModelForCausalLM,
-        config,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        gradient_checkpointing=gradient_checkpointing,
-    )
+    return build_from_config(AutoModelForCausalLM, config, dtype=dtype, **keys)
 
 
 def load_pretrained(
@@ -100,24 +80,15 @@ def load_pretrained(
     name: str,
     *,
     dtype: torch.dtype,
-    attn_implementation: str,
-    gradient_checkpointing: bool,
-    trust_remote_code: bool,
     quantization: str | None = None,
+    **keys: Unpack[LoadKeys],
 ) -> PreTrainedModel:
     """Returns the model of a name that one of transformers' Auto classes makes, from disk where it is there."""
-    model, loading = load_reported(
-        kind,
-        name,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        trust_remote_code=trust_remote_code,
-        quantization=quantization,
-    )
+    model, loading = load_reported(kind, name, dtype=dtype, quantization=quantization, **keys)
     tell_loading(name, loading)
     if quantization is not None:
         settle_layout(name, model)
-    return set_checkpointing(model, gradient_checkpointing)
+    return model
 
 
 def load_reported(
@@ -125,8 +96,9 @@ def load_reported(
     name: str,
     *,
     dtype: torch.dtype,
-    attn_implementation: str,
-    trust_remote_code: bool,
+    attn_implementation: str | None = "sdpa",
+    gradient_checkpointing: bool = False,
+    trust_remote_code: bool = False,
     quantization: str | None = None,
     adapt: Callable[[PretrainedConfig], None] | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -157,9 +129,10 @@ def load_reported(
 
     try:
         with sign_of_life(f"loading {name}"):
-            return _load(source, load)
-    except _LOAD_ERRORS as error:
+            model, loading = _load(source, load)
+    except LOAD_ERRORS as error:
         raise ConfigError(f"build.name={name}: {_why_not_loaded(source, error)}") from error
+    return _set_checkpointing(model, gradient_checkpointing), loading
 
 
 def build_from_config(
@@ -167,8 +140,8 @@ def build_from_config(
     config: str | Mapping[str, Any],
     *,
     dtype: torch.dtype,
-    attn_implementation: str,
-    gradient_checkpointing: bool,
+    attn_implementation: str | None = "sdpa",
+    gradient_checkpointing: bool = False,
     adapt: Callable[[PretrainedConfig], None] | None = None,
 ) -> PreTrainedModel:
     """Returns the model, with random start weights, that one of transformers' Auto classes makes of a config."""
@@ -179,60 +152,59 @@ def build_from_config(
         model: PreTrainedModel = kind.from_config(  # type: ignore[no-untyped-call]
             settings, dtype=dtype, attn_implementation=attn_implementation
         )
-    return set_checkpointing(model, gradient_checkpointing)
+    return _set_checkpointing(model, gradient_checkpointing)
 
 
 def tokenizer_name(build: Mapping[str, Any]) -> str | None:
     """Returns the folder or hub name of the tokenizer that belongs to a build node, if one does."""
     target, source = build.get("_target_"), None
-    if target in _PRETRAINED:
+    if target in PRETRAINED:
         source = _local_source(build["name"])
-    elif target in _FROM_CONFIGS and isinstance(build["config"], str):
+    elif target in FROM_CONFIGS and isinstance(build["config"], str):
         source = _local_source(build["config"])
     if source is None or not Path(source).is_dir():
         return source
     return source if any((Path(source) / file).exists() for file in _TOKENIZER_FILES) else None
 
 
-def check_build(key: str, build: Mapping[str, Any]) -> list[str]:
-    """Returns what is wrong with a build node, without weights, a download or a conversion.
-
-    Args:
-        key: Where the node stands, such as models.student.build.
-    """
-    target = build.get("_target_")
-    if target in _PRETRAINED:
-        name = build.get("name")
-        return _check_name(
-            f"{key}.name", name, trust_remote_code=build.get("trust_remote_code", False)
-        ) or _check_weights(f"{key}.name", str(name))
-    if target in _FROM_CONFIGS and isinstance(build.get("config"), Mapping):
-        what, known = _KNOWN[_FROM_CONFIGS[target]]
-        return _check_settings(f"{key}.config", build["config"], what=what, known=known)
-    if target in _FROM_CONFIGS:
-        return _check_name(f"{key}.config", build.get("config"), trust_remote_code=False)
-    return []
-
-
 def empty_model(build: Mapping[str, Any]) -> nn.Module | None:
     """Returns the transformers model of a build node without its weights; None where only building it tells."""
+    try:
+        return make_empty(build)
+    except (*LOAD_ERRORS, RuntimeError):
+        return None
+
+
+def make_empty(build: Mapping[str, Any], *, attention: str | None = None) -> nn.Module | None:
+    """Returns the same, None where its config is not at hand; raises what transformers does where it cannot make it.
+
+    Args:
+        attention: One that it must be able to use.
+    """
     target = str(build.get("_target_"))
-    source = build.get("name") if target in _PRETRAINED else build.get("config") if target in _FROM_CONFIGS else None
-    if source is None or str(source).startswith(assets.PREFIX) or str(source).endswith(".gguf"):
+    if target not in (*PRETRAINED, *FROM_CONFIGS):
         return None
     remote = bool(build.get("trust_remote_code", False))
-    kind = {**_PRETRAINED, **_FROM_CONFIGS}[target]
-    try:
-        if isinstance(source, str):
-            place = _local_source(source)
-            config = _load(place, partial(_auto_config, place, trust_remote_code=remote))
-        else:
-            config = AutoConfig.for_model(**dict(source))
-        with _quiet(), torch.device("meta"):
-            model: nn.Module = kind.from_config(config, trust_remote_code=remote)  # type: ignore[no-untyped-call]
-    except _LOAD_ERRORS:
+    config = _config_at_hand(build.get("name" if target in PRETRAINED else "config"), trust_remote_code=remote)
+    if config is None:
         return None
+    kind = {**PRETRAINED, **FROM_CONFIGS}[target]
+    with _quiet(), torch.device("meta"):
+        model: nn.Module = kind.from_config(config, trust_remote_code=remote, attn_implementation=attention)  # type: ignore[no-untyped-call]
     return model
+
+
+def _config_at_hand(source: Any, *, trust_remote_code: bool) -> PretrainedConfig | None:
+    """Returns the config of a name or a mapping; None where files would have to be fetched or converted for it."""
+    if isinstance(source, str) and source.startswith(assets.PREFIX):
+        source = assets.known_config(source)
+    if source is None or str(source).endswith(".gguf"):
+        return None
+    if isinstance(source, Mapping):
+        with _quiet():
+            return AutoConfig.for_model(**dict(source))
+    place = _local_source(source)
+    return _load(place, partial(_auto_config, place, trust_remote_code=trust_remote_code))
 
 
 def _local_source(name: str) -> str:
@@ -249,7 +221,7 @@ def load_config(name: str, *, key: str = "config", trust_remote_code: bool = Fal
     source = _local_source(name)
     try:
         return _load(source, partial(_auto_config, source, trust_remote_code=trust_remote_code))
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         raise ConfigError(f"build.{key}={name}: {_why_not_loaded(source, error)}") from error
 
 
@@ -283,7 +255,7 @@ def _ask_hub(name: str) -> None:
         raise OSError(_first_line(error)) from error
 
 
-def set_checkpointing(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
+def _set_checkpointing(model: PreTrainedModel, wanted: bool) -> PreTrainedModel:
     """Returns the model, which keeps no activations where that is wanted, and computes them again."""
     if wanted:
         with _quiet():
@@ -323,92 +295,11 @@ def _quiet() -> Iterator[None]:
             transformers.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _check_name(key: str, name: object, *, trust_remote_code: bool) -> list[str]:
-    """Returns the problem, if any, of a name that should lead to a model."""
-    if not isinstance(name, str) or name in ("", "???"):
-        return [f"{key} is missing; give a hub name, a folder, a .gguf file or {assets.PREFIX}<asset>"]
-    if name.startswith(assets.PREFIX):
-        problem = assets.find_problem(name)
-    elif name.endswith(".gguf"):
-        problem = _gguf_problem(Path(name).expanduser())
-    elif Path(name).expanduser().is_dir():
-        problem = _folder_problem(Path(name).expanduser())
-    elif Path(name).is_file():
-        problem = "is a file; give the folder of a model or a .gguf file"
-    elif _looks_like_path(name):
-        problem = f"this folder does not exist{_nearest_path(Path(name).expanduser())}"
-    else:
-        problem = _hub_problem(name, trust_remote_code=trust_remote_code)
-    return [f"{key}={name}: {problem}"] if problem else []
-
-
-def _gguf_problem(file: Path) -> str | None:
-    if not file.is_file():
-        return f"this .gguf file does not exist{_nearest_path(file)}"
-    with file.open("rb") as content:
-        if content.read(4) != b"GGUF":
-            return "is no GGUF file (it does not start with the letters GGUF); download it again"
-    if importlib.util.find_spec("gguf") is None:
-        return "a .gguf file needs the Python package gguf, which is missing; `pip install gguf`"
-    return None
-
-
-def _folder_problem(folder: Path) -> str | None:
-    if (folder / "config.json").exists() or (folder / "adapter_config.json").exists():
-        return None
-    inside = sorted(file.parent for file in [*folder.glob("*/config.json"), *folder.glob("*/*/config.json")])
-    hint = f"; nearest: {inside[0]}" if inside else "; a folder written by save_pretrained has one"
-    return f"this folder has no config.json{hint}"
-
-
-def _check_weights(key: str, name: str) -> list[str]:
-    """Returns the problem of a folder without whole weights; of each file only the header is read."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        return []
-    for index in sorted(folder.glob("*.index.json")):
-        if problem := _index_problem(index):
-            return [f"{key}={name}: {problem}"]
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            return [f"{key}={name}: {file.name} is broken ({_first_line(error)}); copy or download it again"]
-    if not any(file.suffix in (".safetensors", ".bin", ".json") for file in folder.glob("*model*")):
-        return [f"{key}={name}: this folder has no weights, such as the model.safetensors that save_pretrained writes"]
-    return []
-
-
-def _index_problem(index: Path) -> str | None:
-    """Returns why an index of weights is not to be followed: transformers would, also out of the folder."""
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        return f"{index.name} is broken ({_first_line(error)}); copy or download it again"
-    outside = sorted(str(name) for name in names if Path(str(name)).name != name)
-    return f"{index.name} names {outside[0]}, which is not in the folder; correct it" if outside else None
-
-
-def _looks_like_path(name: str) -> bool:
-    """Returns whether a name cannot be a hub name, which is `model` or `organisation/model`."""
-    return re.fullmatch(r"\w[\w.\-]*(/\w[\w.\-]*)?", name) is None
-
-
-def _nearest_path(path: Path) -> str:
-    """Returns the part of a message that says what is there instead."""
-    parent = path.parent
-    if not parent.is_dir():
-        return f", nor does the folder {parent}"
-    nearest = difflib.get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
-    return f"; nearest: {parent / nearest[0]}" if nearest else ""
-
-
-def _hub_problem(name: str, *, trust_remote_code: bool) -> str | None:
+def find_hub_problem(name: str, *, trust_remote_code: bool) -> str | None:
     """Returns why the hub's model cannot be had, as far as its config tells."""
     try:
         _load(name, partial(_auto_config, name, trust_remote_code=trust_remote_code))
-    except _LOAD_ERRORS as error:
+    except LOAD_ERRORS as error:
         return _why_not_loaded(name, error)
     return None
 
@@ -423,26 +314,6 @@ def _why_not_loaded(source: str, error: Exception) -> str:
         f"no such folder, not in the hub's cache, and the hub gave none ({_first_line(error)}); "
         f"give a local folder, fill the cache (HF_HOME) where there is a network, or correct the name"
     )
-
-
-def _check_settings(
-    key: str, settings: Mapping[str, Any], *, what: str, known: Iterable[type[PretrainedConfig]]
-) -> list[str]:
-    """Returns the problems of a mapping that describes a model: an unknown type, settings that its type lacks."""
-    model_type = settings.get("model_type")
-    types = sorted(config.model_type for config in known)
-    if model_type not in types:
-        nearest = difflib.get_close_matches(str(model_type), types, n=1, cutoff=0.0)[0]
-        return [f"{key}.model_type={model_type} is no {what} that transformers knows; nearest: {nearest}"]
-    # transformers keeps a misspelt setting silently, and the model gets the default.
-    default = AutoConfig.for_model(model_type)
-    allowed = {*default.to_dict(), *default.attribute_map, *dir(default)} - {"model_type"}
-    problems = []
-    for name in settings:
-        if name != "model_type" and name not in allowed:
-            nearest = difflib.get_close_matches(name, sorted(allowed), n=1, cutoff=0.0)[0]
-            problems.append(f"{key}.{name} is no setting of {model_type}; nearest: {nearest}")
-    return problems
 
 
 def _first_line(error: BaseException) -> str:

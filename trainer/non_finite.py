@@ -147,6 +147,8 @@ class NonFiniteGuard:
             micro_batches=micro_batches,
         )
         place = incident.write(self.trainer.folder)
+        if self.trainer.saver is not None:
+            self.trainer.saver.finish(self.trainer)  # what is written in the background is of a step before this one
         return NonFiniteError(" ".join(part for part in (problem, place, advice) if part))
 
 

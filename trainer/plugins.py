@@ -133,6 +133,8 @@ def check_plugin(name: str, plugin: Mapping[str, Any], *, trainable: bool, optim
         config = read_plugin(key, plugin)
     except ConfigError as error:
         return error.problems
+    if not config and plugin.get("path"):
+        return [f"{key}.path={plugin['path']} holds nothing; give a zero_optimization block with a stage, at least"]
     if not config:
         return [f"{key} is missing; choose one: plugin@{key}=zero2 (frozen models: replicate or zero3_inference)"]
     if not uses_engine(config):
@@ -187,7 +189,9 @@ def _check_replicate(key: str, name: str, config: Config, trainable: bool) -> li
 
 
 def _check_combination(key: str, name: str, config: Config, trainable: bool, optimizer: str | None) -> Iterator[str]:
-    stage = stage_of(config)
+    stage, parallel = stage_of(config), config.get("sequence_parallel_size", 1)
+    if parallel != 1:
+        yield f"{key}.sequence_parallel_size={parallel} is not supported: each rank reads rows of its own; drop it"
     if not trainable and stage != 3:
         yield (
             f"{key} is ZeRO-{stage}, but models.{name} is frozen: stages 0 to 2 shard or reduce for an optimizer, "

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from trainer.config import ConfigError
-from trainer.task import TaskModule, find_task_problems
+from trainer.specs import ModelSpec, check_task
 
 if TYPE_CHECKING:
     from trainer.data.sources import TrainingData
-    from trainer.specs import ModelSpec
+    from trainer.task import TaskModule
     from trainer.trainer import MultiModelTrainer
 
 MODE = "cache_teacher"
@@ -24,15 +23,7 @@ def cache_teacher(
     Args:
         models: Those that `task.models_for` names.
     """
-    problems = find_task_problems(
-        task,
-        trainable={name: spec.trainable for name, spec in models.items()},
-        own_data=[name for name, spec in models.items() if spec.data is not None],
-        stage=MODE,
-        adapted=[name for name, spec in models.items() if spec.lora],
-    )
-    if problems:
-        raise ConfigError(*problems)
+    check_task(task, models, stage=MODE)
     trainer.prepare(task, models=models, data=data, trains=False)
     with trainer.stage(MODE):
         task.cache_teacher()

@@ -54,9 +54,11 @@ def share_of_gap_closed(
 
 
 def format_number(value: float | None) -> str:
-    """Returns a metric as tables show it; nothing for what was not measured."""
+    """Returns a metric as tables show it: a count, which is an int, whole; nothing for what was not measured."""
     if value is None:
         return ""
+    if isinstance(value, int):
+        return f"{value:,}"
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.4f}" if 1e-3 <= abs(value) < 100 else f"{value:.4g}"

@@ -7,7 +7,7 @@ updates of n in all, update k = 1, 2, ... runs at this share of the peak rate:
     k > w:   min_ratio + (1 - min_ratio) * curve(x) with x = (k - 1 - w) / (n - w), from the peak at k = w + 1
 
 Update n + 1 would be the first at min_ratio, so the last one is near it and not lost either; later ones stay there.
-A warm-up longer than the run is legal: the run then ends within it.
+A warm-up longer than the run is legal: the run then ends within it, and warns of it at its start.
 """
 
 import math

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from trainer.adapters import CONFIG_FILE, base_class
 from trainer.assets import PREFIX
 from trainer.config import ConfigError
-from trainer.models import build_from_config, load_config, load_reported, set_checkpointing, tell_loading
+from trainer.models import BuildKeys, LoadKeys, build_from_config, empty_model, load_config, load_reported, tell_loading
 
 log = logging.getLogger("trainer.models")
 
@@ -29,14 +31,7 @@ TARGETS = ("trainer.scorers.sequence_scorer", "trainer.scorers.token_scorer")  #
 _HEADED = ("ForSequenceClassification", "ForTokenClassification")
 
 
-def sequence_scorer(
-    name: str,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
+def sequence_scorer(name: str, *, dtype: torch.dtype, **keys: Unpack[LoadKeys]) -> PreTrainedModel:
     """Returns a model with a score per text, such as a reward model: transformers' sequence classification, one label.
 
     A language model is given a fresh head, which the seed decides; no dropout.
@@ -44,24 +39,10 @@ def sequence_scorer(
     Args:
         name: A hub name, a folder, a .gguf file, or `embedded:<asset>`.
     """
-    return _load(
-        AutoModelForSequenceClassification,
-        name,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        gradient_checkpointing=gradient_checkpointing,
-        trust_remote_code=trust_remote_code,
-    )
+    return _load(AutoModelForSequenceClassification, name, dtype=dtype, **keys)
 
 
-def token_scorer(
-    name: str,
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
+def token_scorer(name: str, *, dtype: torch.dtype, **keys: Unpack[LoadKeys]) -> PreTrainedModel:
     """Returns a model with a score per token, such as a critic: transformers' token classification, one label.
 
     A language model is given a head of zeros, since it knows nothing yet of a return (as in the published code of
@@ -70,57 +51,29 @@ def token_scorer(
     Args:
         name: A hub name, a folder, a .gguf file, or `embedded:<asset>`.
     """
-    return _load(
-        AutoModelForTokenClassification,
-        name,
-        spread=0.0,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        gradient_checkpointing=gradient_checkpointing,
-        trust_remote_code=trust_remote_code,
-    )
+    return _load(AutoModelForTokenClassification, name, spread=0.0, dtype=dtype, **keys)
 
 
 def sequence_scorer_from_config(
-    config: str | Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
+    config: str | Mapping[str, Any], *, dtype: torch.dtype, **keys: Unpack[BuildKeys]
 ) -> PreTrainedModel:
     """Returns the same as `sequence_scorer` with random start weights.
 
     Args:
         config: A folder or hub name whose config is taken, or a mapping with `model_type`.
     """
-    return _build(
-        AutoModelForSequenceClassification,
-        config,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        gradient_checkpointing=gradient_checkpointing,
-    )
+    return _build(AutoModelForSequenceClassification, config, dtype=dtype, **keys)
 
 
 def token_scorer_from_config(
-    config: str | Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    gradient_checkpointing: bool = False,
+    config: str | Mapping[str, Any], *, dtype: torch.dtype, **keys: Unpack[BuildKeys]
 ) -> PreTrainedModel:
     """Returns the same as `token_scorer` with random start weights.
 
     Args:
         config: A folder or hub name whose config is taken, or a mapping with `model_type`.
     """
-    return _build(
-        AutoModelForTokenClassification,
-        config,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        gradient_checkpointing=gradient_checkpointing,
-    )
+    return _build(AutoModelForTokenClassification, config, dtype=dtype, **keys)
 
 
 def find_head_problem(key: str, build: Mapping[str, Any]) -> list[str]:
@@ -141,16 +94,33 @@ def find_head_problem(key: str, build: Mapping[str, Any]) -> list[str]:
 
 
 def find_adapter_problem(key: str, build: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """Returns why a model with LoRA would keep the random head that it starts with.
+    """Returns why a model with LoRA would keep the head that it starts with, which is not in its files.
 
     Args:
         key: Where the model stands, such as models.reward.
         settings: Those of LoRA.
     """
-    if settings.get("modules_to_save") or not find_head_problem(key, build):
+    listed = [settings.get(word) or () for word in ("modules_to_save", "target_modules")]
+    trained = {str(name).rpartition(".")[2] for names in listed if not isinstance(names, str) for name in names}
+    if not find_head_problem(key, build) or not (heads := _heads_of(build) - trained):
         return []
-    problem = f"{key}.lora freezes all weights but the adapters', also the scalar head, which starts at random"
-    return [f"{problem}; add {key}.lora.modules_to_save=[score]"]
+    first = sorted(heads)[0]
+    problem = f"{key}.lora freezes all weights but the adapters', also the scalar head, which is not in the files"
+    return [f"{problem}; add {first} to {key}.lora.modules_to_save"]
+
+
+def find_frozen_head(key: str, build: Mapping[str, Any], patterns: list[str]) -> list[str]:
+    """Returns why globs of weights to freeze would keep the head that a model starts with; see above."""
+    weights = {f"{head}.weight" for head in _heads_of(build)} if find_head_problem(key, build) else set()
+    covering = [pattern for pattern in patterns if fnmatch.filter(weights, pattern)]
+    problem = f"{key}.freeze={covering} freezes the scalar head, which is not in the files"
+    return [f"{problem}; drop that, so that it can learn"] if covering else []
+
+
+def _heads_of(build: Mapping[str, Any]) -> set[str]:
+    """Returns the names of a model's scalar heads; the usual ones where its config is not at hand."""
+    empty = empty_model(build)
+    return {name.rpartition(".")[0] for name, _ in _head_weights(empty)} if empty is not None else {"score"}
 
 
 def architectures_of(name: str, *, trust_remote_code: bool) -> list[str] | None:
@@ -170,9 +140,9 @@ def architectures_of(name: str, *, trust_remote_code: bool) -> list[str] | None:
 
 
 def _load(
-    kind: type[_BaseAutoModelClass], name: str, *, gradient_checkpointing: bool, spread: float = 1.0, **options: Any
+    kind: type[_BaseAutoModelClass], name: str, *, dtype: torch.dtype, spread: float = 1.0, **keys: Unpack[LoadKeys]
 ) -> PreTrainedModel:
-    model, loading = load_reported(kind, name, adapt=lambda config: _make_scalar(config, name), **options)
+    model, loading = load_reported(kind, name, dtype=dtype, adapt=partial(_make_scalar, name=name), **keys)
     drawn = _draw_heads(model, set(loading["missing_keys"]), spread=spread)
     is_fresh = any(key.endswith("weight") for key in drawn)
     if is_fresh:
@@ -181,16 +151,23 @@ def _load(
     # What there is besides the trunk, where this head is missing, is another head.
     others = {key for key in loading["unexpected_keys"] if not is_fresh or key.startswith(model.base_model_prefix)}
     tell_loading(name, {"missing_keys": set(loading["missing_keys"]) - drawn, "unexpected_keys": others})
-    return set_checkpointing(model, gradient_checkpointing)
+    return model
 
 
-def _build(kind: type[_BaseAutoModelClass], config: str | Mapping[str, Any], **options: Any) -> PreTrainedModel:
-    model = build_from_config(kind, config, adapt=lambda settings: _make_scalar(settings, str(config)), **options)
+def _build(
+    kind: type[_BaseAutoModelClass],
+    config: str | Mapping[str, Any],
+    *,
+    dtype: torch.dtype,
+    **keys: Unpack[BuildKeys],
+) -> PreTrainedModel:
+    adapt = partial(_make_scalar, name=str(config))
+    model = build_from_config(kind, config, dtype=dtype, adapt=adapt, **keys)
     _draw_heads(model, {name for name, _ in model.named_parameters()})
     return model
 
 
-def _make_scalar(config: PretrainedConfig, name: str) -> None:
+def _make_scalar(config: PretrainedConfig, *, name: str) -> None:
     """Gives a config one label, no dropout, and a pad token, without which transformers' forward refuses a batch."""
     labels, is_headed = config.num_labels, any(word.endswith(_HEADED) for word in config.architectures or ())
     if is_headed and labels != 1:
@@ -232,7 +209,7 @@ def _draw_heads(model: PreTrainedModel, names: set[str], *, spread: float = 1.0)
     return set(drawn)
 
 
-def _head_weights(model: PreTrainedModel) -> Iterator[tuple[str, nn.Parameter]]:
+def _head_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear) and not path.startswith(f"{model.base_model_prefix}."):
             yield from ((f"{path}.{name}", parameter) for name, parameter in module.named_parameters(recurse=False))

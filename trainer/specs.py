@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from trainer import distributed
 from trainer.adapters import check_lora
+from trainer.config import ConfigError
 from trainer.data.sources import TrainingData
+from trainer.plugin_keys import AUTO
 from trainer.plugins import Config, Facts, check_plugin, stage_of, uses_engine
 from trainer.quantization import find_quantization_problems
+from trainer.task import TaskModule, find_task_problems
 from trainer.updates import UpdatePlan, find_idle_step
 
 if TYPE_CHECKING:
@@ -67,7 +71,26 @@ class RunFacts:
     accumulation: int
     num_steps: int
     seed: int
+    last_step: int | None = None  # where it ends before that, for now
     trains: bool = True
+
+
+def check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str, accumulation: int = 1) -> None:
+    """Raises ConfigError with what is wrong with a run's models for a task, before any of them is built.
+
+    Args:
+        accumulation: The trainer's, for models without their own.
+    """
+    problems = find_task_problems(
+        task,
+        trainable={name: spec.trainable for name, spec in models.items()},
+        own_data=[name for name, spec in models.items() if spec.data is not None],
+        stage=stage,
+        adapted=[name for name, spec in models.items() if spec.lora],
+        accumulation={name: spec.gradient_accumulation_steps or accumulation for name, spec in models.items()},
+    )
+    if problems:
+        raise ConfigError(*problems)
 
 
 def check_spec(name: str, spec: ModelSpec, config: Config, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -112,6 +135,44 @@ def tell_idle(models: Mapping[str, ModelSpec], run: RunFacts) -> None:
         log.warning("step %d updates no model, by update_every, start_step and freeze_after of all; is it meant?", step)
 
 
+def tell_unreached(models: Mapping[str, ModelSpec], configs: Mapping[str, Config], run: RunFacts) -> None:
+    """Warns of a model that is trained for less than its settings promise: no update, or no end of its warm-up.
+
+    Args:
+        configs: By model, its plugin's, which may bring a schedule of its own.
+    """
+    for name, spec in models.items():
+        if not spec.trainable:
+            continue
+        if run.last_step is not None and spec.plan.first_step > run.last_step:
+            log.warning(
+                "trainer.stop_at_step=%d: the run ends before the first update of models.%s, which is in step %d",
+                run.last_step, name, spec.plan.first_step,
+            )  # fmt: skip
+        key, warmup = _warmup_of(name, spec, configs[name])
+        updates = _num_updates(spec, run)
+        if isinstance(warmup, (int, float)) and warmup > updates:
+            log.warning(
+                "%s=%g: the run has %d updates of models.%s, so its learning rate ends at %.0f %% of the peak; lower "
+                "it, give a share such as 0.05, or lengthen the run",
+                key, warmup, updates, name, 100 * updates / warmup,
+            )  # fmt: skip
+
+
+def _warmup_of(name: str, spec: ModelSpec, config: Config) -> tuple[str, Any]:
+    """Returns how long a model's rate rises, as it is given, and where; None if its schedule says nothing of that."""
+    if config.get("scheduler") is not None:
+        given = (config["scheduler"].get("params") or {}).get("warmup_num_steps")
+        if given != AUTO:
+            return f"models.{name}.plugin.scheduler.params.warmup_num_steps", given
+    return f"models.{name}.scheduler.warmup_steps", keywords_of(spec.scheduler).get("warmup_steps")
+
+
+def _num_updates(spec: ModelSpec, run: RunFacts) -> int:
+    accumulation = spec.gradient_accumulation_steps or run.accumulation
+    return spec.plan.num_windows(run.num_steps) * (run.accumulation // accumulation)
+
+
 def facts_of(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.device) -> Facts:
     """Returns what fills the `auto`s of a model's plugin."""
     accumulation = spec.gradient_accumulation_steps or run.accumulation
@@ -122,11 +183,16 @@ def facts_of(spec: ModelSpec, run: RunFacts, dtype: torch.dtype, device: torch.d
         dtype=dtype,
         trainable=spec.trainable,
         max_grad_norm=spec.max_grad_norm,
-        num_updates=spec.plan.num_windows(run.num_steps) * (run.accumulation // accumulation),
+        num_updates=_num_updates(spec, run),
         optimizer=keywords_of(spec.optimizer),
         scheduler=keywords_of(spec.scheduler),
         on_gpu=device.type == "cuda",
     )
+
+
+def build_module(build: Callable[..., nn.Module], dtype: torch.dtype) -> nn.Module:
+    """Returns what a build makes, which is told the dtype if it takes one."""
+    return build(dtype=dtype) if "dtype" in inspect.signature(build).parameters else build()
 
 
 def quantization_of(spec: ModelSpec) -> Any:

@@ -44,7 +44,8 @@ class Spread:
 
     @property
     def mean(self) -> float:
-        return statistics.fmean(self.values)
+        """A count, an int, if it is one of counts."""
+        return statistics.mean(self.values)
 
     @property
     def std(self) -> float | None:

@@ -4,9 +4,11 @@ import importlib
 import inspect
 import pkgutil
 import re
+import traceback
 import types
 import typing
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from trainer.words import did_you_mean
@@ -19,7 +21,9 @@ _GIVEN = (
     (re.compile(r"models\.[^.]+\.optimizer"), "model_params"),  # DeepSpeed's word for it
     (re.compile(r"models\.[^.]+\.scheduler"), "optimizer"),
 )
-_SIMPLE = {int, float, bool, type(None)}
+_SIMPLE = {int, float, bool, str, type(None)}
+_MADE_WHOLE = re.compile(r"task|(callbacks|logger)\.[^.]+|models\.[^.]+\.(build|optimizer|scheduler)")
+_CONVERSIONS = ("none", "partial", "object", "all")
 
 
 class TargetError(Exception):
@@ -46,7 +50,7 @@ def find_target(name: str) -> Any:
                 raise TargetError(f"{place} has no {part}{did_you_mean(part, known)}")
             found = _import(f"{place}.{part}", whole=name)
         elif _has(found, part):
-            found = inspect.getattr_static(found, part) if inspect.isclass(found) else getattr(found, part)
+            found = getattr(found, part)
         else:
             raise TargetError(f"{place} has no {part}{did_you_mean(part, dir(found))}")
     return found
@@ -71,16 +75,18 @@ def _import(name: str, *, whole: str) -> types.ModuleType:
             f"there is no package {name}{near or '; run from the folder that holds it, or install it'}"
         ) from error
     # A user's module may raise anything while it is imported; all of it means that the target is not there.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TargetError(f"importing {name} {how_raised(error)}") from error
 
 
 def how_raised(error: BaseException) -> str:
     """Returns what was raised and in which line, for code that is the user's."""
-    where = error.__traceback__
-    while where is not None and where.tb_next is not None:
-        where = where.tb_next
-    place = f" ({where.tb_frame.f_code.co_filename}:{where.tb_lineno})" if where else ""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"raised {type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    not_theirs = ("<", str(Path(__file__).parent))
+    theirs = [one for one in frames if not one.filename.startswith(not_theirs) and "site-packages" not in one.filename]
+    place = "".join(f" ({one.filename}:{one.lineno})" for one in (theirs or frames)[-1:])
     return f"raised {type(error).__name__}: {error}{place}"
 
 
@@ -108,15 +114,53 @@ def _check_node(key: str, node: Mapping[str, Any]) -> Iterator[str]:
     except TargetError as error:
         yield f"{key}._target_={name}: {error}"
         return
+    yield from _check_words(key, node)
     if not callable(target):
         yield f"{key}._target_={name}: not a class or function"
         return
+    hints = _hints(target)
     try:
-        parameters = inspect.signature(target).parameters
+        parameters = _parameters(target, hints)
     except ValueError:
         return  # some built-in callables do not tell what they take
     yield from _check_keys(key, node, name, parameters)
-    yield from _check_types(key, node, target, parameters)
+    yield from _check_types(key, node, hints, parameters)
+
+
+def _check_words(key: str, node: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with the words that are Hydra's, and not the target's."""
+    for word in ("_partial_", "_recursive_"):
+        if not isinstance(node.get(word, False), bool):
+            yield f"{key}.{word}={node[word]}: must be true or false"
+    if str(node.get("_convert_", "all")) not in _CONVERSIONS:
+        yield f"{key}._convert_={node['_convert_']}: must be one of {', '.join(_CONVERSIONS)}"
+    if not isinstance(node.get("_args_", []), list):
+        yield f"{key}._args_={node['_args_']}: must be a list"
+    elif node.get("_args_") and key.startswith("models.") and _MADE_WHOLE.fullmatch(key):
+        yield f"{key}._args_={node['_args_']}: the trainer gives arguments of its own; give these by their names"
+    if node.get("_partial_") is True and _MADE_WHOLE.fullmatch(key):
+        yield f"{key}._partial_=true: the trainer itself says when this is called; drop it"
+
+
+def _parameters(target: Any, hints: Mapping[str, Any]) -> dict[str, inspect.Parameter]:
+    """Returns the parameters of a target; where a TypedDict says which keywords it takes (PEP 692), each of these."""
+    found: dict[str, inspect.Parameter] = {}
+    for word, parameter in inspect.signature(target).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD and typing.get_origin(hints.get(word)) is typing.Unpack:
+            (keywords,) = typing.get_args(hints[word])
+            for key, hint in typing.get_type_hints(keywords, include_extras=True).items():
+                default = parameter.empty if _is_required(key, hint, keywords) else None
+                found[key] = inspect.Parameter(key, parameter.KEYWORD_ONLY, default=default)
+        else:
+            found[word] = parameter
+    return found
+
+
+def _is_required(key: str, hint: Any, keywords: Any) -> bool:
+    # Of annotations that are texts, __required_keys__ knows only the class's `total`.
+    if typing.get_origin(hint) in (typing.Required, typing.NotRequired):
+        return typing.get_origin(hint) is typing.Required
+    return key in keywords.__required_keys__
 
 
 def _check_keys(
@@ -144,10 +188,9 @@ def _check_keys(
 
 
 def _check_types(
-    key: str, node: Mapping[str, Any], target: Any, parameters: Mapping[str, inspect.Parameter]
+    key: str, node: Mapping[str, Any], hints: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
 ) -> Iterator[str]:
-    """Plain numbers only: whatever else a parameter takes, its own code says best."""
-    hints = _hints(target)
+    """Plain values only: whatever else a parameter takes, its own code says best."""
     for word, value in node.items():
         hint = hints.get(word)
         is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
@@ -155,18 +198,26 @@ def _check_types(
         if word not in parameters or hint is None or not kinds <= {*_SIMPLE, "Tensor"} or value in ("auto", "???"):
             continue
         numbers = [kind for kind in (int, float) if kind in kinds]
-        is_other = isinstance(value, str | list | dict) or (value is None and type(None) not in kinds)
-        if is_other or (isinstance(value, bool) and bool not in kinds):
-            wanted = "a number" if numbers else "true or false"
-            yield f"{key}.{word}={value}: must be {wanted}"
+        is_text, is_switch = isinstance(value, str), isinstance(value, bool)
+        is_other = isinstance(value, list | dict) or (value is None and type(None) not in kinds)
+        is_no_text = not numbers and bool not in kinds and value is not None and not is_text
+        is_no_switch = not numbers and bool in kinds and value is not None and not is_switch  # 0.5 would count as true
+        if is_text and str in kinds:
+            continue
+        if is_text or is_other or is_no_text or is_no_switch or (is_switch and bool not in kinds):
+            words = {"a number": numbers, "true or false": bool in kinds and not numbers, "a text": str in kinds}
+            yield f"{key}.{word}={value}: must be {' or '.join(text for text, fits in words.items() if fits)}"
         elif isinstance(value, float) and numbers == [int] and not value.is_integer():
             yield f"{key}.{word}={value}: must be a whole number"
 
 
 def _hints(target: Any) -> dict[str, Any]:
-    function = target.__init__ if inspect.isclass(target) else target
+    function = target if inspect.isroutine(target) else type(target).__call__
+    function = target.__init__ if inspect.isclass(target) else function
     try:
-        return typing.get_type_hints(function)
+        hints = typing.get_type_hints(function)
+        listed = [typing.get_args(hint)[0] for hint in hints.values() if typing.get_origin(hint) is typing.Unpack]
+        return {**hints, **{word: hint for one in listed for word, hint in typing.get_type_hints(one).items()}}
     # Annotations may name what exists for type checkers only; then there is nothing to hold a value against.
     except (NameError, TypeError, AttributeError):
         return {}

@@ -56,7 +56,9 @@ class TaskModule:
     reference: str | None = None  # the model whose metrics stand beside the trained one's, such as "teacher"
     own_data: Sequence[str] = ()  # the models with examples of their own; given by the trainer
     reads_one_batch: bool = False  # whether all models must read the same examples, so that none may have its own
+    reads_packed: bool = True  # whether a row may hold several documents
     one_loss: Sequence[str] = ()  # the models that a joint loss trains, and which step together therefore
+    may_differ: Sequence[str] = ()  # its keys that a resumed run may change: where things are, not what is learned
     own_tokens: Sequence[str] = ()  # the models that may read other token ids than the data's: the task translates
     reads: Mapping[str, str] = MappingProxyType({})  # by model: what it must give, one of `trainer.kinds`
     batch_fields: tuple[str, ...] = ()  # what every batch must hold, checked before a model is built
@@ -185,12 +187,14 @@ def find_task_problems(
     adapted: Sequence[str] = (),
     accumulation: Mapping[str, int] = MappingProxyType({}),
     targets: Mapping[str, str] = MappingProxyType({}),
+    packed: Sequence[str] = (),
 ) -> list[str]:
     """Returns what is wrong with the run's models and their data for a task, before any of them is built.
 
     Args:
         accumulation: Name of each model to its micro-batches per update, where it is trained.
         targets: Name of each model to the `_target_` of its build, where that is known.
+        packed: The keys of the sets whose rows hold several documents.
     """
     if stage not in task.modes:
         hint = "choose one of them, or a task that has it, such as task=distill"
@@ -202,6 +206,11 @@ def find_task_problems(
         problems += [
             f"models.{name}.data: the models of {type(task).__name__} read the same examples; drop it, and set `data`"
             for name in own_data
+        ]
+    if not task.reads_packed:
+        problems += [
+            f"{key}.packing=true: {type(task).__name__} needs rows of one example each; set {key}.packing=false"
+            for key in packed
         ]
     paces = {name: accumulation[name] for name in task.one_loss if name in accumulation}
     if stage == "fit" and len(set(paces.values())) > 1:

@@ -31,10 +31,10 @@ from trainer.saving.content import Checkpoint, Whole, choose, give_back, horizon
 from trainer.saving.digests import digest_fixed
 from trainer.saving.saver import Saver
 from trainer.seeds import seed_everything
-from trainer.specs import ModelSpec, RunFacts
+from trainer.specs import ModelSpec, RunFacts, check_task
 from trainer.start_weights import build_order
 from trainer.step import Step, weigh_nothing
-from trainer.task import StepOutput, TaskModule, find_task_problems
+from trainer.task import StepOutput, TaskModule
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class MultiModelTrainer:
         Args:
             resume: A run folder or a checkpoint in it, of the same models, task, data and seed, to go on from.
         """
-        _check_task(task, models, stage="fit", window=self.gradient_accumulation_steps)
+        check_task(task, models, stage="fit", accumulation=self.gradient_accumulation_steps)
         self.prepare(task, models=models, data=data)
         with self.stage("fit"):
             self._open(resume)
@@ -134,7 +134,7 @@ class MultiModelTrainer:
         self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData, resume: Checkpoint = None
     ) -> dict[str, float]:
         """Prepares the models, with the weights of a checkpoint if one is given, and returns their metrics."""
-        _check_task(task, models, stage="validate", window=self.gradient_accumulation_steps)
+        check_task(task, models, stage="validate", accumulation=self.gradient_accumulation_steps)
         self.prepare(task, models=models, data=data, trains=False)
         with self.stage("validate"):
             self._open(resume)
@@ -255,41 +255,26 @@ class MultiModelTrainer:
     def prepare(
         self, task: TaskModule, *, models: Mapping[str, ModelSpec], data: TrainingData, trains: bool = True
     ) -> None:
-        """Gives every model its engine and the task its models."""
+        """Opens the data, gives every model its engine and the task its models."""
         check_hook_names(type(task), base=TaskModule)
         if self.folder is not None and self.is_main:
             self.folder.mkdir(parents=True, exist_ok=True)
-        self.task, self.tokenizer, self.specs = task, data.tokenizer, dict(models)
+        self.task, self.specs = task, dict(models)
         self.horizons = {name: horizon_keys(spec.scheduler) for name, spec in models.items()}
-        self.tokenizers = {name: spec.tokenizer or (spec.data or data).tokenizer for name, spec in models.items()}
-        own = {name: spec.data for name, spec in models.items() if spec.data is not None}
-        task.own_data, self.sources = list(own), name_sources(data, own)
-        problems = find_missing_fields(self.sources, task.batch_fields, task.check_batch)
-        problems += task.check_tokenizers(self.tokenizers)
-        if problems:
-            raise ConfigError(*problems)
-        self.train_loader, self.validation_loader = self._loaders(self.sources)
-        self.rollouts = Rollouts(self)
-        self.max_steps = self._number_of_steps()
-        self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)
+        self._open_data(data)
         run = RunFacts(
             batch_size=data.batch_size,
             accumulation=self.gradient_accumulation_steps,
             num_steps=self.max_steps,
             seed=self.seed,
+            last_step=self.last_step,
             trains=trains and self.train_loader is not None,
         )
-        problems = self.engines.check(models, run)
-        if problems:
-            raise ConfigError(*problems)
-        self.models.update(self._build_models(models, run))
-        problems = [
-            problem
-            for name, model in self.models.items()
-            for problem in find_vocabulary_problem(name, model.module, self.tokenizers[name])
-        ]
-        if problems:
-            raise ConfigError(*problems)
+        _refuse(self.engines.check(models, run))
+        built = self._build_models(models, run)
+        self.models.update(built)
+        found = [find_vocabulary_problem(name, model.module, self.tokenizers[name]) for name, model in built.items()]
+        _refuse([problem for problems in found for problem in problems])
         if self.is_main:
             tell_lengths(self.models, self.specs, data, own_tokens=task.own_tokens)
         self.trained = [model for model in self.models.values() if model.trainable]
@@ -298,6 +283,20 @@ class MultiModelTrainer:
         self.hooks = HookCaller(self, task, self.callbacks)
         if self.is_main:
             show_plan(self, batch_size=data.batch_size, trains=trains)
+
+    def _open_data(self, data: TrainingData) -> None:
+        """Takes the shared examples and the models' own, and tells from them how long the run is."""
+        task, specs = self.task, self.specs
+        self.tokenizer = data.tokenizer
+        self.tokenizers = {name: spec.tokenizer or (spec.data or data).tokenizer for name, spec in specs.items()}
+        own = {name: spec.data for name, spec in specs.items() if spec.data is not None}
+        task.own_data, self.sources = list(own), name_sources(data, own)
+        problems = find_missing_fields(self.sources, task.batch_fields, task.check_batch)
+        _refuse(problems + task.check_tokenizers(self.tokenizers))
+        self.train_loader, self.validation_loader = self._loaders(self.sources)
+        self.rollouts = Rollouts(self)
+        self.max_steps = self._number_of_steps()
+        self.last_step = min(self.max_steps, self.stop_at_step or self.max_steps)
 
     def _build_models(self, models: Mapping[str, ModelSpec], run: RunFacts) -> dict[str, ModelHandle]:
         built: dict[str, ModelHandle] = {}
@@ -402,6 +401,7 @@ class MultiModelTrainer:
 
     @contextmanager
     def stage(self, stage: str) -> Iterator[None]:
+        """Emits `setup` before what is done within it and `teardown` after it; `on_exception` where it fails."""
         try:
             self.emit("setup", stage=stage)
             yield
@@ -427,16 +427,7 @@ class MultiModelTrainer:
         return StepOutput(losses={self.trained[0].name: output})
 
 
-def _check_task(task: TaskModule, models: Mapping[str, ModelSpec], *, stage: str, window: int) -> None:
-    check_hook_names(type(task), base=TaskModule)
-    problems = find_task_problems(
-        task,
-        trainable={name: spec.trainable for name, spec in models.items()},
-        own_data=[name for name, spec in models.items() if spec.data is not None],
-        stage=stage,
-        adapted=[name for name, spec in models.items() if spec.lora],
-        accumulation={name: spec.gradient_accumulation_steps or window for name, spec in models.items()},
-    )
+def _refuse(problems: list[str]) -> None:
     if problems:
         raise ConfigError(*problems)
 

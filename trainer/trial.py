@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.build import make
 from trainer.callbacks.callback import Callback, check_hook_names
-from trainer.config import ConfigError
+from trainer.config import ConfigError, data_nodes
 from trainer.loggers.logger import Logger
 from trainer.plugin_keys import AUTO
 from trainer.targets import find_target, how_raised
@@ -82,6 +82,8 @@ def _make(key: str, node: Config, **arguments: Any) -> tuple[Any, list[str]]:
         return None, error.problems
     except InstantiationException as error:
         return None, [f"{key}: {node['_target_']} {how_raised(error.__cause__ or error)}"]
+    except SystemExit as error:
+        return None, [f"{key}: {node['_target_']} {how_raised(error)}"]
 
 
 def _try_optimizer(name: str, model: Config, max_steps: int | None) -> list[str]:
@@ -115,5 +117,6 @@ def _try_roles(config: Config) -> list[str]:
         stage=config["mode"],
         adapted=adapted,
         targets={name: str((model["build"] or {}).get("_target_", "")) for name, model in config["models"].items()},
+        packed=[key for key, data in data_nodes(config) if data["packing"]],
         accumulation={n: model["gradient_accumulation_steps"] or window for n, model in config["models"].items()},
     )

@@ -32,6 +32,7 @@ from tests.trainer.several_runs import (
 from tests.trainer.test_trainer import reset_accelerate
 from trainer import (
     Callback,
+    CheckpointPlan,
     ModelSpec,
     MultiModelTrainer,
     NonFiniteError,
@@ -376,8 +377,9 @@ def check_stop_on_gradient(folder: Path, stage: int) -> Found:
         {name: spec(name) for name in ("a", "b")},
         train=make_data(),
         folder=folder,
+        checkpoint=CheckpointPlan(every=POISONED - 1, background=True),
     )
-    return ended(trainer, error, folder)
+    return {**ended(trainer, error, folder), "saved": sorted(path.name for path in folder.glob("checkpoints/[a-z]*"))}
 
 
 def check_bound(folder: Path) -> Found:

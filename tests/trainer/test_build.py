@@ -1,5 +1,6 @@
 """What only the objects themselves can tell of a configuration, said before a model is built."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,20 @@ from omegaconf import OmegaConf
 from tests.tasks.tiny_tokenizers import SPECIAL, make_tokenizer
 from trainer.build import build_data, build_tokenizer
 from trainer.config import ConfigError, DataConfig
+from trainer.data.preferences import PreferenceRows
+from trainer.data.sources import TrainingData
+from trainer.run import _title
 
 NODE = {"_target_": "builtins.list"}
+NUMBERS: Any = [{"x": 1}]
+
+
+class Unnamed:
+    """Reads rows, and says no more than it must."""
+
+    def __init__(self) -> None:
+        pairs = PreferenceRows()
+        self.prepare, self.build, self.collator = pairs.prepare, pairs.build, pairs.collator
 
 
 @pytest.mark.parametrize(
@@ -51,6 +64,28 @@ def test_own_datasets_are_taken_as_they_are() -> None:
     built = build(data, mode="fit")
 
     assert (built.train, built.validation, built.batch_size) == ([], None, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "row", "noun"),
+    [
+        (None, {"completion": "yes"}, "text"),
+        ("trainer.data.preferences.PreferenceRows", {"chosen": "yes", "rejected": "no"}, "pairs"),
+        ("trainer.data.prompts.PromptRows", {}, "prompts"),
+        (f"{__name__}.Unnamed", {"chosen": "yes", "rejected": "no"}, "examples"),
+    ],
+)
+def test_what_is_held_out_is_called_what_it_is(tmp_path: Path, rows: str | None, row: Any, noun: str) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"is it {number}", **row}) + "\n" for number in range(8)))
+    given = DataConfig(train=str(file), tokenizer="embedded:bpe-4k", rows=rows and {"_target_": rows})
+
+    found = build(OmegaConf.structured(given), mode="fit")
+
+    assert found.noun == noun
+    own, nothing = TrainingData(validation=NUMBERS), TrainingData()
+    assert _title({"": found}) == _title({"": found, "critic": nothing}) == f"held-out {noun}"
+    assert _title({"": found, "critic": own}) == "held-out examples"
 
 
 def test_held_out_rows_are_the_same_for_every_seed(tmp_path: Any) -> None:

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer import check
+from trainer import check, trial
 from trainer.compose import Request, compose_run, conf_dir
 from trainer.config import find_name_problems
+from trainer.targets import target_problems
 
 
 def problems_of(*overrides: str) -> list[str]:
@@ -117,6 +118,112 @@ def test_a_users_module_that_fails_to_import_is_named(tmp_path: Path, monkeypatc
     assert any(problem.startswith("task.with: short_task.Task has no such parameter") for problem in needs)
 
 
+def test_a_users_module_that_ends_the_process_or_is_no_python_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "ending_task.py").write_text("import sys\n\nsys.exit(0)\n")
+    (tmp_path / "spoilt_task.py").write_text("x = 1\ndef (:\n")
+    (tmp_path / "ends_later.py").write_text("class Task:\n    def __init__(self):\n        raise SystemExit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    (ending,) = problems_of("task={_target_: ending_task.Task}")
+    (spoilt,) = problems_of("task={_target_: spoilt_task.Task}")
+
+    assert f"importing ending_task raised SystemExit: 0 ({tmp_path}/ending_task.py:3)" in ending
+    assert f"raised SyntaxError: invalid syntax ({tmp_path}/spoilt_task.py:2)" in spoilt
+    later = target_problems({"task": {"_target_": "ends_later.Task"}})
+    assert later == [] and "raised SystemExit: 3" in trial._make("task", {"_target_": "ends_later.Task"})[1][0]
+
+
+def test_words_of_hydra_are_held_to_what_they_may_be() -> None:
+    found = problems_of(
+        "+task._recursive_=abc",
+        "+models.student.build._partial_=true",
+        "+models.teacher.build._args_=[1]",
+        "+models.student.optimizer._convert_=foo",
+    )
+
+    assert sorted(problem.partition(":")[0] for problem in found) == [
+        "models.student.build._partial_=true",
+        "models.student.optimizer._convert_=foo",
+        "models.teacher.build._args_=[1]",
+        "task._recursive_=abc",
+    ]
+
+
+def test_texts_and_switches_of_a_build_are_held_to_their_types() -> None:
+    def words_of(*overrides: str) -> list[str]:
+        return [problem.removeprefix("models.student.build.") for problem in problems_of(*overrides)]
+
+    assert words_of("models.student.build.attn_implementation=5") == ["attn_implementation=5: must be a text"]
+    assert words_of("models.student.build.attn_implementation=[sdpa]") == [
+        "attn_implementation=['sdpa']: must be a text"
+    ]
+    assert words_of("models.student.build.attn_implementation=null") == []
+    assert words_of("models.student.build.gradient_checkpointing=5.5") == [
+        "gradient_checkpointing=5.5: must be true or false"
+    ]
+    (config,) = words_of("models.student.build.config=5")
+    assert config == "config=5: must be a folder or hub name, or a mapping with model_type"
+    listed = words_of("model@models.student.build=causal_lm", "models.student.build.name=[a]")
+    assert [text for text in listed if text.startswith("name")] == ["name=['a']: must be a text"]
+
+
+def test_a_vocabulary_smaller_than_the_tokenizers_is_found_where_both_are_at_hand() -> None:
+    sft = ("task=sft", "model@models.student.build=tiny_llama", "data.tokenizer=embedded:bpe-4k")
+
+    (problem,) = problems_of_task(*sft, "models.student.build.config.vocab_size=100")
+
+    assert problem.startswith("models.student knows 100 token ids, but its data's tokenizer gives ids up to 4095")
+    assert problems_of_task(*sft) == []
+
+
+OWN = """
+from __future__ import annotations
+from typing import NotRequired, Required, TypedDict, Unpack
+
+class Keys(TypedDict):
+    width: int
+    depth: NotRequired[int]
+
+class Other(TypedDict, total=False):
+    width: Required[int]
+    depth: int
+
+def make(name: str, bias: bool = False, size: int | str = 1, **keys: Unpack[Keys]): ...
+
+def make_other(**keys: Unpack[Other]): ...
+
+class M:
+    @classmethod
+    def make(cls, width: int): ...
+
+    def __call__(self, *, bias: bool): ...
+
+called = M()
+"""
+
+
+def test_a_users_builder_is_read_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_builder.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def of(target: str, /, **keys: object) -> list[str]:
+        node = {"_target_": f"own_builder.{target}", **keys}
+        return [
+            problem.removeprefix("models.m.build.") for problem in target_problems({"models": {"m": {"build": node}}})
+        ]
+
+    assert of("make", name="a", width=1) == of("make", name="a", width=1, depth=2, size="big") == []
+    assert of("make", name=5, bias=5, width="w", size=[]) == [
+        "name=5: must be a text",
+        "bias=5: must be true or false",
+        "width=w: must be a number",
+        "size=[]: must be a number or a text",
+    ]
+    for name in ("make_other", "M.make"):
+        assert of(name, width=3) == [] and of(name) == [f"width is missing: own_builder.{name} needs it"]
+    assert of("called", bias=True) == [] and of("called", bias=2) == ["bias=2: must be true or false"]
+
+
 def test_what_the_trainer_gives_itself_may_not_be_given():
     (problem,) = problems_of("models.student.optimizer.params=3")
 
@@ -148,6 +255,14 @@ def test_a_learning_rate_is_finite_and_not_negative(rate: str):
     (problem,) = problems_of(f"models.student.optimizer.lr={rate}")
 
     assert problem == f"models.student.optimizer.lr={rate}: must be a finite number of at least 0"
+
+
+def test_settings_of_an_optimizer_are_finite_and_switches_are_true_or_false():
+    (problem,) = problems_of("models.student.optimizer.weight_decay=inf")
+    assert problem == "models.student.optimizer.weight_decay=inf: must be a finite number"
+
+    (problem,) = problems_of("models.student.build.gradient_checkpointing=0.5")
+    assert problem == "models.student.build.gradient_checkpointing=0.5: must be true or false"
 
 
 def test_a_schedule_that_cannot_be_is_refused_before_models_are_built():
@@ -222,6 +337,40 @@ def test_own_data_are_refused_where_the_models_must_read_the_same_examples(tmp_p
     ):
         (problem,) = ask(f"data@models.{model}.data=text", f"models.{model}.data.train={tmp_path}/a.txt")
         assert problem.startswith(f"models.{model}.data: ") and "read the same examples" in problem
+
+
+def test_packed_rows_are_refused_where_a_row_must_hold_one_example(tmp_path: Path) -> None:
+    for task in ("distill_sequence", "distill_unaligned", "gkd"):
+        (problem,) = problems_of_task(f"task={task}", "data.packing=true")
+        assert problem.startswith("data.packing=true: ") and problem.endswith("set data.packing=false"), task
+        assert problems_of_task(f"task={task}") == []
+    assert problems_of_task("task=sft", "data.packing=true") == []
+
+
+def test_weights_to_freeze_are_held_against_the_models_names() -> None:
+    found = problems_of_task(
+        "task=mutual", "models.small.freeze=['model.layers.2.*', 'model.layers.1.*']", "models.large.freeze=['*']"
+    )
+
+    assert [problem.partition(":")[0].partition("=")[0] for problem in found] == [
+        "models.small.freeze",
+        "models.large.freeze",
+    ]
+    assert "'model.layers.2.*' matches no parameter" in found[0] and "freezes every parameter" in found[1]
+    assert problems_of_task("task=mutual", "models.small.freeze=[lm_head.weight]") == []
+
+
+def test_weights_to_freeze_mean_nothing_on_a_model_that_is_frozen_as_a_whole() -> None:
+    (whole,) = problems_of("models.teacher.freeze=[nonsense]")
+    assert whole.startswith(
+        "models.teacher.freeze=['nonsense']: models.teacher is frozen as a whole (trainable: false)"
+    )
+    for task in ("grpo", "reward"):  # a preset's own follow `trainable`
+        role = {"grpo": "actor"}.get(task, task)
+        request = Request(overrides=(f"task={task}", f"models.{role}.trainable=false"), config_path=conf_dir())
+        assert list(compose_run(request).cfg.models[role].freeze) == []
+    (nested,) = problems_of("models.student.freeze=[['model.*']]")
+    assert nested.startswith("models.student.freeze=[['model.*']]: must be a list of texts")
 
 
 def test_models_of_one_loss_are_refused_with_paces_of_their_own() -> None:

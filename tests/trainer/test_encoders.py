@@ -9,7 +9,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel
 
-from trainer import encoders, models
+from trainer import check_builds, encoders, models
 from trainer.config import ConfigError
 from trainer.data import load_tokenizer
 
@@ -114,9 +114,9 @@ def test_gradient_checkpointing_gives_the_same_gradient(builder, folder):
 
 
 def test_good_builds_have_no_problem(folder):
-    assert models.check_build(KEY, pretrained(folder)) == []
-    assert models.check_build(KEY, from_config(str(folder))) == []
-    assert models.check_build(KEY, from_config(SETTINGS)) == []
+    assert check_builds.check_build(KEY, pretrained(folder)) == []
+    assert check_builds.check_build(KEY, from_config(str(folder))) == []
+    assert check_builds.check_build(KEY, from_config(SETTINGS)) == []
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_good_builds_have_no_problem(folder):
     ],
 )
 def test_wrong_build_is_found_before_anything_is_loaded(build, expected):
-    problems = models.check_build(KEY, build)
+    problems = check_builds.check_build(KEY, build)
 
     assert len(problems) == 1 and problems[0].startswith(expected)
 
@@ -149,14 +149,14 @@ def test_wrong_build_is_found_before_anything_is_loaded(build, expected):
 def test_encoder_without_a_decoder_is_no_language_model():
     causal = {"_target_": "trainer.models.causal_lm_from_config", "config": {"model_type": "distilbert"}}
 
-    assert models.check_build(KEY, from_config({"model_type": "distilbert"})) == []
-    assert "model_type=distilbert is no language model" in models.check_build(KEY, causal)[0]
+    assert check_builds.check_build(KEY, from_config({"model_type": "distilbert"})) == []
+    assert "model_type=distilbert is no language model" in check_builds.check_build(KEY, causal)[0]
 
 
 def test_folder_without_weights_is_refused_by_both_the_check_and_the_builder(folder):
     (folder / "model.safetensors").write_bytes(b"half")
 
-    assert "model.safetensors is broken" in models.check_build(KEY, pretrained(folder))[0]
+    assert "model.safetensors is broken" in check_builds.check_build(KEY, pretrained(folder))[0]
     with pytest.raises(ConfigError, match=r"build.name=.*bert: could not be loaded from this folder"):
         encoders.encoder(str(folder), dtype=torch.float32)
 
@@ -182,7 +182,7 @@ def test_small_presets_fit_the_embedded_tokenizer(name, base, millions):
     tokenizer, node = load_tokenizer("embedded:bpe-4k"), preset(name)
     assert node["defaults"] == [base, "_self_"]
     build = preset(base) | {"config": node["config"]}
-    assert models.check_build(KEY, build) == []
+    assert check_builds.check_build(KEY, build) == []
     builders = {"causal_lm_from_config": models.causal_lm_from_config}
     builder = builders.get(base, encoders.encoder_from_config)
     assert build["_target_"] == f"{builder.__module__}.{base}"

@@ -18,6 +18,9 @@ from tests.trainer.engine_runs import LR, Found, Ranks, fit, make_net, net_data,
 from tests.trainer.test_assets import tiny_llama
 from tests.trainer.test_trainer import difference, reset_accelerate
 from trainer import MultiModelTrainer
+from trainer.schedules import cosine
+from trainer.specs import ModelSpec, RunFacts, tell_unreached
+from trainer.updates import UpdatePlan
 
 # The guide's own form
 
@@ -265,3 +268,47 @@ def test_offloaded_adam_is_torchs(world_size: int, tmp_path: Path) -> None:
     for name, (kind, weights) in found.items():
         assert kind == "DeepSpeedCPUAdam", name
         assert difference(weights, dict(net.named_parameters())) < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("warmup", "spec", "scheduler", "told"),
+    [
+        (12, {}, None, []),
+        (
+            13,
+            {},
+            None,
+            ["models.m.scheduler.warmup_steps=13: the run has 12 updates of models.m, so its"],
+        ),
+        (0.9, {}, None, []),
+        (24, {"gradient_accumulation_steps": 2}, None, []),  # two updates in each step
+        (7, {"plan": UpdatePlan(update_every=2)}, None, ["models.m.scheduler.warmup_steps=7: the run has 6 updates"]),
+        (13, {"trainable": False}, None, []),
+        (0, {}, {"params": {"warmup_num_steps": 20}}, ["models.m.plugin.scheduler.params.warmup_num_steps=20: "]),
+        (13, {}, {"params": {"warmup_num_steps": "auto"}}, ["models.m.scheduler.warmup_steps=13: "]),
+        (13, {}, {"type": "OneCycle", "params": {}}, []),  # which takes the place of the task's
+        (
+            1,
+            {"plan": UpdatePlan(start_step=10)},
+            None,
+            ["trainer.stop_at_step=9: the run ends before the first update"],
+        ),
+    ],
+)
+def test_a_peak_or_a_first_update_that_the_run_does_not_reach_is_told(
+    warmup: float,
+    spec: dict[str, Any],
+    scheduler: dict[str, Any] | None,
+    told: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run = RunFacts(batch_size=1, accumulation=4, num_steps=12, last_step=9, seed=0)
+    spec = {"gradient_accumulation_steps": None, **spec}
+    schedule = functools.partial(cosine, total_steps="auto", warmup_steps=warmup)
+    models = {"m": ModelSpec(build=nn.Module, scheduler=schedule, **spec)}
+
+    tell_unreached(models, {"m": {"scheduler": scheduler}}, run)
+
+    assert len(caplog.messages) == len(told)
+    for message, start in zip(caplog.messages, told, strict=True):
+        assert message.startswith(start)

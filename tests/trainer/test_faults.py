@@ -168,24 +168,44 @@ def test_a_rank_that_hangs_ends_the_run_with_its_place(tmp_path: Path):
     assert step_of(newest(tmp_path / "run")) == 4
 
 
+LLAMA = {
+    "model_type": "llama", "vocab_size": 4096, "hidden_size": 64, "intermediate_size": 128, "pad_token_id": 0,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+BPE, SHORT = "data.tokenizer=embedded:bpe-4k", "task.generation.max_new_tokens=4"
+UNTRAINED = "task.preflight.teacher_is_trained=false"
+
+
+def build(name: str, preset: str = "tiny_llama") -> list[str]:
+    """Returns how a small model with random weights is chosen; a scorer's is given by a configuration."""
+    config = [f"models.{name}.build.config={LLAMA}".replace("'", "")] if preset.endswith("_from_config") else []
+    return [f"model@models.{name}.build={preset}", *config]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(
     ("task", "overrides"),
     [
-        ("distill", ["model@models.student.build=tiny_llama", "model@models.teacher.build=small_llama",
-                     "data.tokenizer=embedded:bpe-4k", "trainer.gradient_accumulation_steps=2"]),
+        ("distill", [*build("student"), *build("teacher", "small_llama"), BPE, UNTRAINED, "~callbacks.samples",
+                     "trainer.gradient_accumulation_steps=2"]),
         ("disjoint", ["models.small.update_every=2"]),
         ("mutual", ["plugin@models.small.plugin=zero0", "plugin@models.large.plugin=zero3"]),
         ("dual_encoder", []),
+        ("distill_encoder", [*build("student", "tiny_bert"), *build("teacher", "tiny_bert"), BPE]),
+        ("sft", [*build("student"), BPE]),
+        ("reward", [*build("reward", "reward_model_from_config"), BPE]),
+        ("dpo", [*build("policy"), BPE, "plugin@models.policy.plugin=zero3"]),
+        ("gkd", [*build("student"), *build("teacher"), BPE, SHORT, UNTRAINED]),
+        ("grpo", [*build("actor"), BPE, SHORT, "task.epochs=3", "trainer.gradient_accumulation_steps=2"]),
+        ("ppo", [*build("actor"), *build("critic", "critic_from_config"), BPE, SHORT, "task.epochs=3"]),
     ],
 )  # fmt: skip
 def test_every_task_resumes_to_the_last_bit(task: str, overrides: list[str], ranks: int, tmp_path: Path):
     common = [f"task={task}", "trainer.max_steps=10", "trainer.val_every=3", "trainer.limit_val_batches=2",
-              "export.enabled=false", "~callbacks.samples", *overrides]  # fmt: skip
-    if task != "distill":
-        common.remove("~callbacks.samples")
-    assert run(tmp_path / "whole", *common, ranks=ranks)[0] == 0
+              "export.enabled=false", *overrides]  # fmt: skip
+    status, output = run(tmp_path / "whole", *common, ranks=ranks)
+    assert status == 0, output[-3000:]
 
     status, output = run(tmp_path / "cut", *common, "trainer.stop_at_step=4", ranks=ranks)
     assert status == 0, output[-3000:]

@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 
 from tests.trainer.test_assets import tiny_llama
 from tests.trainer.test_export import tiny_tokenizer
+from trainer.check_builds import check_build
 from trainer.config import ConfigError
 from trainer.encoders import encoder
-from trainer.models import causal_lm, check_build, empty_model
+from trainer.models import causal_lm, empty_model
 
 CODE = "from pathlib import Path\nPath(__file__).parent.joinpath('ran').touch()\nPath('{marker}').touch()\n"
 

@@ -1,15 +1,29 @@
 """What a resumed run must keep: every change of it is refused by key, with what to do."""
 
+import json
 from pathlib import Path
 
-from tests.trainer.saved_runs import compose_with, make_run
+import pytest
+
+from tests.trainer.saved_runs import compose_with, make_run, write_manifest
 from trainer import kept
 from trainer.compose import Composition
+from trainer.saving.checkpoints import name_of
 
 
-def changes(composition: Composition, *, step: int = 4, saved_ranks: int = 1, ranks: int = 1) -> list[str]:
+def changes(
+    composition: Composition, *, step: int = 4, saved_ranks: int = 1, ranks: int = 1, may_differ: tuple[str, ...] = ()
+) -> list[str]:
     assert composition.problems == []
-    return kept.problems(composition.saved, composition.cfg, step=step, saved_ranks=saved_ranks, ranks=ranks)
+    return kept.problems(
+        composition.saved,
+        composition.cfg,
+        checkpoint=composition.resumption.candidates[0],
+        step=step,
+        saved_ranks=saved_ranks,
+        ranks=ranks,
+        may_differ=may_differ,
+    )
 
 
 def test_changed_models_task_data_and_seed_are_refused_by_key_all_at_once(run: Path) -> None:
@@ -131,6 +145,68 @@ def test_a_run_cannot_end_before_its_checkpoint(run: Path) -> None:
 def test_what_a_plugin_says_of_the_arithmetic_stays(run: Path) -> None:
     clipped = changes(compose_with("resume=run", "models.student.plugin.gradient_clipping=0.1"))
     moved = changes(compose_with("resume=run", "models.student.plugin.zero_optimization.stage=3"))
+    values = {"data_types.grad_accum_dtype": "fp32", "communication_data_type": "fp16", "fp16.loss_scale": "8",
+              "bf16.bf16_optimizer_states": "true", "zero_optimization.zero_quantized_gradients": "true"}  # fmt: skip
+    for word, value in values.items():
+        (problem,) = changes(compose_with("resume=run", f"+models.student.plugin.{word}={value}"))
+        assert problem.startswith(f"models.student.plugin.{word.partition('.')[0]}") and "resumed has none" in problem
 
     assert len(clipped) == 1 and clipped[0].startswith("models.student.plugin.gradient_clipping=0.1: the run that is")
     assert moved == []
+
+
+def test_what_a_task_says_may_differ_may_and_nothing_beside_it(run: Path) -> None:
+    keys = ["task.keep_teachers=host", "task.preflight.ranks=false", "task.combine=losses"]
+    composition = compose_with("resume=run", *keys)
+
+    assert len(changes(composition)) == 3
+    (problem,) = changes(composition, may_differ=("keep_teachers", "preflight", "comb"))
+    assert problem.startswith("task.combine=losses: ")
+
+
+STAGE_2 = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
+
+
+@pytest.fixture
+def file_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose student has its plugin from ds.json, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text(json.dumps(STAGE_2))
+    choice = ["plugin@models.student.plugin=file", "models.student.plugin.path=ds.json"]
+    folder = make_run(Path("run"), *choice, steps=(2,))
+    place = folder / "checkpoints" / name_of(2) / kept.plugin_file("student")
+    place.write_text(json.dumps(STAGE_2))
+    write_manifest(place.parent, step=2, world_size=1)
+    return place
+
+
+def test_what_a_deepspeed_file_says_of_the_arithmetic_stays(file_run: Path) -> None:
+    assert changes(compose_with("resume=run"), step=2) == []
+
+    altered = {"type": "Adam", "params": {"lr": 0.001}}
+    Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, "optimizer": altered}))
+    (problem,) = changes(compose_with("resume=run"), step=2)
+    assert problem.startswith("models.student.plugin.optimizer.type=Adam: the run that is resumed has AdamW; ")
+    assert problem.endswith("change ds.json back, or start a new run")
+
+    autos = {"gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}  # as without them
+    Path("ds.json").write_text(json.dumps({**STAGE_2, **autos}))
+    assert changes(compose_with("resume=run"), step=2) == []
+
+    Path("ds.json").write_text("{")  # check.py says so
+    assert changes(compose_with("resume=run"), step=2) == []
+
+    Path("other.json").write_text(json.dumps(STAGE_2))
+    assert changes(compose_with("resume=run", "models.student.plugin.path=other.json"), step=2) == []
+
+    Path("other.json").write_text("{}")  # check.py says so
+    assert changes(compose_with("resume=run", "models.student.plugin.path=other.json"), step=2) == []
+
+    Path("other.json").write_text(json.dumps({"gradient_clipping": 0.5}))
+    gone, clipped = changes(compose_with("resume=run", "models.student.plugin.path=other.json"), step=2)
+    assert gone.startswith("models.student.plugin.optimizer is gone: ")
+    assert clipped.startswith("models.student.plugin.gradient_clipping=0.5: the run that is resumed has none")
+
+    file_run.unlink()  # of a checkpoint that does not hold it
+    write_manifest(file_run.parent, step=2, world_size=1)
+    assert changes(compose_with("resume=run", "models.student.plugin.path=other.json"), step=2) == []

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import warnings
+from typing import NotRequired, TypedDict, Unpack
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from tests.trainer.test_assets import tiny_llama, write_gguf
 from trainer import assets, models
+from trainer.check_builds import check_build
 from trainer.config import ConfigError
 from trainer.freezing import freeze
+from trainer.targets import target_problems
 
 KEY = "models.student.build"
 TOKENS = torch.tensor([[3, 50, 7, 1, 200]])
@@ -56,6 +59,44 @@ def test_folder_gives_the_saved_model_in_the_wanted_type(folder):
     assert models.causal_lm(str(folder), dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
+BUILDERS = ("models.causal_lm", "scorers.sequence_scorer", "scorers.token_scorer", "encoders.encoder")
+
+
+@pytest.mark.parametrize("target", [f"trainer.{name}{kind}" for name in BUILDERS for kind in ("", "_from_config")])
+def test_keys_that_all_builds_share_are_checked_by_name_and_type(target):
+    source = {"config": {}} if target.endswith("_from_config") else {"name": "x"}
+
+    def problems(**keys):
+        return target_problems({"models": {"student": {"build": {"_target_": target, **source, **keys}}}})
+
+    assert problems() == problems(attn_implementation="eager", gradient_checkpointing=True) == []
+    (unknown,) = problems(gradient_checkpoint=True)
+    assert unknown.startswith(f"{KEY}.gradient_checkpoint: {target} has no such parameter")
+    assert "gradient_checkpointing" in unknown
+    assert problems(gradient_checkpointing="yes") == [f"{KEY}.gradient_checkpointing=yes: must be true or false"]
+    reads_own_code = "name" in source and target != "trainer.encoders.encoder"
+    assert bool(problems(trust_remote_code=True)) is not reads_own_code
+
+
+class _Listed(TypedDict):
+    width: int
+    depth: NotRequired[int]
+
+
+def of_listed_keywords(**keys: Unpack[_Listed]) -> nn.Module:
+    raise NotImplementedError
+
+
+def test_a_users_listed_keywords_are_known_and_those_required_are_missed():
+    def problems(**keys):
+        return target_problems({"task": {"_target_": f"{__name__}.of_listed_keywords", **keys}})
+
+    assert problems(width=2) == problems(width=2, depth=3) == []
+    (missing,) = problems(depth=3)
+    assert missing.startswith("task.width is missing")
+    assert problems(width=2.5) == ["task.width=2.5: must be a whole number"]
+
+
 def test_loading_prints_and_warns_nothing(folder, capfd):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,7 +127,7 @@ def test_gguf_is_converted_once_to_the_same_numbers(tmp_path, monkeypatch, caplo
     monkeypatch.setattr(subprocess, "run", None)  # a second conversion would call it
     models.causal_lm(build["name"], dtype=torch.float32)
     assert models.tokenizer_name(build) is None
-    assert models.check_build(KEY, build) == []
+    assert check_build(KEY, build) == []
 
 
 def test_hub_name_out_of_reach_is_refused_with_what_to_do(no_network):
@@ -144,59 +185,6 @@ def test_tokenizer_is_that_of_the_source(tmp_path, folder, monkeypatch):
     assert models.tokenizer_name(from_config({"model_type": "llama"})) is None
     assert models.tokenizer_name({"_target_": "mine.build"}) is None
     assert AutoTokenizer.from_pretrained(models.tokenizer_name(pretrained(folder))).decode([3]) == "!"
-
-
-def test_good_builds_have_no_problem(folder):
-    assert models.check_build(KEY, pretrained(folder)) == []
-    assert models.check_build(KEY, pretrained("embedded:smollm2-135m-instruct-22l")) == []
-    assert models.check_build(KEY, from_config(str(folder))) == []
-    settings = {"model_type": "gpt2", "n_layer": 2, "hidden_size": 16, "use_cache": False, "tie_word_embeddings": True}
-    assert models.check_build(KEY, from_config(settings)) == []
-    assert models.check_build(KEY, {"_target_": "mine.build", "name": "whatever"}) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("", "is missing; give a hub name"),
-        ("???", "is missing; give a hub name"),
-        ("{tmp}/tyny", "this folder does not exist; nearest: {tmp}/tiny"),
-        ("{tmp}/absent/tiny", "this folder does not exist, nor does the folder {tmp}/absent"),
-        ("{tmp}/absent.gguf", "this .gguf file does not exist"),
-        ("{tmp}/bad.gguf", "is no GGUF file"),
-        ("{tmp}", "this folder has no config.json; nearest: {tmp}/tiny"),
-        ("{tmp}/tiny/config.json", "is a file; give the folder"),
-        ("embedded:smollm2-135m-instruct-22", "nearest: embedded:smollm2-135m-instruct-22l"),
-        ("org/small", "not in the hub's cache, and the hub gave none (no route to org/small)"),
-    ],
-)
-def test_wrong_name_is_found_before_anything_is_loaded(name, expected, tmp_path, folder, no_network):
-    (tmp_path / "bad.gguf").write_text("<html>not found</html>")
-    name, expected = (text.replace("{tmp}", str(tmp_path)) for text in (name, expected))
-
-    problems = models.check_build(KEY, pretrained(name))
-
-    assert len(problems) == 1
-    assert problems[0].startswith("models.student.build.name") and expected in problems[0]
-
-
-def test_missing_gguf_package_is_found(tmp_path, monkeypatch):
-    write_gguf(tiny_llama(1), tmp_path / "tiny.gguf", with_tokenizer=False)
-    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-
-    assert "pip install gguf" in models.check_build(KEY, pretrained(tmp_path / "tiny.gguf"))[0]
-
-
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"model_type": "lama"}, "config.model_type=lama is no language model that transformers knows; nearest: llama"),
-        ({"hidden_size": 3}, "config.model_type=None is no language model"),
-        ({"model_type": "llama", "hiden_size": 3}, "config.hiden_size is no setting of llama; nearest: hidden_size"),
-    ],
-)
-def test_wrong_settings_are_found_with_the_nearest_name(settings, expected):
-    assert expected in models.check_build(KEY, from_config(settings))[0]
 
 
 def test_freezing_takes_matching_parameters_out_of_training():

@@ -116,6 +116,7 @@ def test_an_infinite_gradient_is_not_applied_before_it_ends_the_run(found: list[
         assert result["error"].startswith(f"the gradients of a are not finite at step {POISONED}, though every loss is")
         assert result["updates"] == [(2, 1), (2, 0)]
         assert result["is finite"]
+        assert result["saved"] == ["last", f"step-{POISONED - 1:08d}"]  # was still being written
     (record,) = found[0][f"stop gradient {stage}"]["files"].values()
     assert record["grad_norms"]["a"] in ("inf", "nan")
     assert record["skipped_in_a_row"] == {"a": 1, "b": 0}

@@ -470,3 +470,13 @@ def test_zero0_in_float16_is_refused_since_its_loss_would_not_be_scaled() -> Non
     assert check_values(KEY, zero(1), facts(dtype=torch.float16)) == []
     assert check_values(KEY, zero(0), facts(dtype=torch.bfloat16)) == []
     assert check_values(KEY, zero(0), facts(dtype=torch.float16, trainable=False)) == []
+
+
+def test_ranks_that_share_rows_and_a_file_that_holds_nothing_are_refused(tmp_path):
+    (tmp_path / "empty.json").write_text("{}")
+
+    (shared,) = check_plugin("student", {"sequence_parallel_size": 2}, trainable=True, optimizer="AdamW")
+    (empty,) = check_plugin("student", {"path": str(tmp_path / "empty.json")}, trainable=True, optimizer="AdamW")
+
+    assert shared.startswith("models.student.plugin.sequence_parallel_size=2 is not supported")
+    assert empty.startswith(f"models.student.plugin.path={tmp_path}/empty.json holds nothing; ")

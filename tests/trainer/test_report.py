@@ -58,6 +58,19 @@ def test_the_table_compares_before_after_and_reference() -> None:
     assert lines[2].split() == ["KL(teacher||student)", "1.6400", "0.8900", "0"]
 
 
+def test_a_count_is_shown_whole_and_a_mean_is_not() -> None:
+    counts = {"val/pairs": 13, "val/tokens": 1_234_567, "val/loss": 1.0, "val/ratio": 13.0}
+
+    _, rows = closing_rows(trained=["student"], before=counts, after={"val/pairs": 13.0})
+
+    assert rows == [
+        ["pairs", "13", "13.0000"],
+        ["tokens", "1,234,567", ""],
+        ["loss", "1.0000", ""],
+        ["ratio", "13.0000", ""],
+    ]
+
+
 def test_a_wide_table_breaks_titles_and_names_and_no_number() -> None:
     row = ["on its own text: KL(teacher||student)", "0.0028471", "0.0005258", "0", "81.5 %"]
 

@@ -13,7 +13,8 @@ from trainer.saving.checkpoints import name_of
 
 def changes(composition: Composition) -> list[str]:
     assert composition.problems == []
-    return kept.problems(composition.saved, composition.cfg, step=4, saved_ranks=1, ranks=1)
+    whole = composition.resumption.candidates[0]
+    return kept.problems(composition.saved, composition.cfg, checkpoint=whole, step=4, saved_ranks=1, ranks=1)
 
 
 def test_the_checkpoints_configuration_is_the_start_and_the_command_line_lies_over_it(run: Path) -> None:

@@ -19,9 +19,9 @@ from transformers import (
     LlamaForTokenClassification,
 )
 
-from trainer import models, scorers
+from trainer import check_builds, models, scorers
 from trainer.config import ConfigError
-from trainer.scorers import find_adapter_problem, find_head_problem, sequence_scorer, token_scorer
+from trainer.scorers import find_adapter_problem, find_frozen_head, find_head_problem, sequence_scorer, token_scorer
 from trainer.seeds import seed_everything
 
 KEY = "models.reward.build"
@@ -169,13 +169,13 @@ def test_a_frozen_model_whose_files_hold_no_head_is_named_before_anything_is_bui
 
 @pytest.mark.parametrize("kind", ["sequence_scorer", "token_scorer"])
 def test_nodes_are_checked_as_those_of_language_models(tmp_path: Path, kind: str, language_model: Path) -> None:
-    (missing,) = models.check_build(KEY, node(tmp_path / "nowhere", kind))
-    (unknown,) = models.check_build(
+    (missing,) = check_builds.check_build(KEY, node(tmp_path / "nowhere", kind))
+    (unknown,) = check_builds.check_build(
         KEY, {"_target_": f"trainer.scorers.{kind}_from_config", "config": {"model_type": "lama"}}
     )
 
     assert "this folder does not exist" in missing and "nearest: llama" in unknown
-    assert models.check_build(KEY, node(language_model, kind)) == []
+    assert check_builds.check_build(KEY, node(language_model, kind)) == []
     assert models.tokenizer_name(node(language_model, kind)) is None, "the folder holds no tokenizer"
     empty = models.empty_model(node(language_model, kind))
     assert empty is not None and "score.weight" in dict(empty.named_parameters())
@@ -186,6 +186,22 @@ def test_adapters_train_a_fresh_head_or_are_refused(language_model: Path, tmp_pa
 
     (problem,) = find_adapter_problem("models.reward", node(language_model), {"r": 4})
 
-    assert "also the scalar head" in problem and "models.reward.lora.modules_to_save=[score]" in problem
-    assert find_adapter_problem("models.reward", node(language_model), {"modules_to_save": ["score"]}) == []
+    assert "also the scalar head" in problem and "add score to models.reward.lora.modules_to_save" in problem
+    assert find_adapter_problem("models.reward", node(language_model), {"modules_to_save": ["embed_tokens"]}) == [
+        problem
+    ]
+    for settings in ({"modules_to_save": ["score"]}, {"target_modules": ["q_proj", "score"]}):
+        assert find_adapter_problem("models.reward", node(language_model), settings) == []
     assert find_adapter_problem("models.reward", node(tmp_path / "trained"), {"r": 4}) == []
+
+
+@pytest.mark.parametrize("kind", ["sequence_scorer", "token_scorer"])
+def test_a_head_that_is_not_in_the_files_may_not_be_frozen(language_model: Path, tmp_path: Path, kind: str) -> None:
+    sequence_scorer(str(language_model), dtype=torch.float32).save_pretrained(tmp_path / "trained")
+
+    (problem,) = find_frozen_head("models.critic", node(language_model, kind), ["model.norm.*", "sco*"])
+
+    assert problem.startswith("models.critic.freeze=['sco*'] freezes the scalar head, which is not in the files")
+    assert find_frozen_head("models.critic", node(language_model, kind), ["model.*"]) == []
+    assert find_frozen_head("models.critic", node(tmp_path / "trained", kind), ["score.*"]) == []
+    assert find_frozen_head("models.critic", node("some.gguf", kind), ["score.weight"]) != []

@@ -47,6 +47,14 @@ def test_one_table_for_all_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{mean:.4f} ± {std:.4f}" in shown and "sweep.json" in shown
 
 
+def test_counts_are_shown_whole_where_they_do_not_differ(tmp_path: Path) -> None:
+    jobs = [finished(tmp_path, seed, f"seed={seed}", after={"val/pairs": 13, "val/cut": seed}) for seed in (0, 1)]
+
+    _, rows = spread_rows(find_settings(jobs))
+
+    assert {row[0]: row[1] for row in rows[1:]} == {"pairs": "13 ± 0", "cut": "0.5000 ± 0.7071"}
+
+
 def test_settings_are_blocks_of_their_own(tmp_path: Path) -> None:
     words = [(weight, seed) for weight in (0, 1) for seed in (5, 6)]
     jobs = [

@@ -33,9 +33,18 @@ class EarlyStopping(Callback):
             raise ConfigError(f"callbacks.early_stopping.mode={mode} is neither min nor max")
         if patience < 1:
             raise ConfigError(f"callbacks.early_stopping.patience={patience} must be at least 1")
+        if not 0 <= min_delta < math.inf:
+            raise ConfigError(f"callbacks.early_stopping.min_delta={min_delta}: must be a finite number of at least 0")
         self.monitor, self.mode, self.patience, self.min_delta = monitor, mode, patience, min_delta
         self.best: float | None = None
         self.num_bad = 0
+
+    def on_fit_start(self, trainer: MultiModelTrainer, task: TaskModule) -> None:
+        if trainer.val_every is None:
+            raise ConfigError(
+                "trainer.val_every=null: callbacks.early_stopping stops a run after a validation while it trains; give "
+                "the steps from one to the next"
+            )
 
     def on_validation_end(self, trainer: MultiModelTrainer, task: TaskModule, metrics: dict[str, float]) -> None:
         if self.monitor not in metrics:

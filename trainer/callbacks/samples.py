@@ -39,8 +39,15 @@ class SampleTable(Callback):
     order = -10  # before the progress display, whose lines would mix with this one's
 
     def __init__(self, *, prompts: Sequence[str], max_new_tokens: int = 48) -> None:
+        problems = []
         if not prompts:
-            raise ConfigError("callbacks.samples.prompts is empty; give at least one, or leave the callback out")
+            problems.append("callbacks.samples.prompts is empty; give at least one, or leave the callback out")
+        elif isinstance(prompts, str) or not all(isinstance(prompt, str) for prompt in prompts):
+            problems.append(f"callbacks.samples.prompts={prompts}: must be a list of texts")
+        if max_new_tokens < 1:
+            problems.append(f"callbacks.samples.max_new_tokens={max_new_tokens}: must be at least 1")
+        if problems:
+            raise ConfigError(*problems)
         self.prompts, self.max_new_tokens = list(prompts), max_new_tokens
         self.answers: dict[str, list[str]] = {}  # column to one answer per prompt
 

@@ -22,8 +22,7 @@ def identify_sources(sources: Mapping[str, TrainingData]) -> dict[str, dict[str,
     return {
         data_key(name, part): identify(dataset)
         for name, source in sources.items()
-        for part, dataset in (("train", source.train), ("validation", source.validation))
-        if dataset is not None
+        for part, dataset in source.parts.items()
     }
 
 

@@ -32,6 +32,8 @@ class PreferenceRows:
     begin with is the prompt.
     """
 
+    noun = "pairs"
+
     def prepare(self, row: Row) -> Row:
         """Returns the row with its prompt apart from both answers."""
         missing = [name for name in SIDES if name not in row]

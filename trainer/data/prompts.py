@@ -27,6 +27,8 @@ class PromptRows:
         too_long: What becomes of prompts of more than block_size tokens: "refuse"; "cut": their last ones stay; "drop".
     """
 
+    noun = "prompts"
+
     def __init__(self, *, too_long: str = "refuse") -> None:
         if too_long not in TOO_LONG:
             raise ConfigError(f"data.rows.too_long={too_long}: must be one of {', '.join(TOO_LONG)}")

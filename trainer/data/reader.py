@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class RowReader(Protocol):
-    """Reads rows whose examples are no plain token sequence, such as pairs of answers."""
+    """Reads rows whose examples are no plain token sequence, such as pairs of answers.
+
+    It may have a `noun`, such as "pairs": what the closing table calls the examples.
+    """
 
     def prepare(self, row: Row) -> Row:
         """Returns a row in the form that `build` takes; raises ConfigError with what is wrong with it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ class TrainingData:
         train: Map-style dataset; items are dicts of tensors and numbers. None for a run that only validates.
         batch_size: Micro-batch per rank.
         collate: list[item] -> batch; default: torch's.
+        noun: What the examples are called where their metrics are shown.
     """
 
     train: Dataset[Any] | None = None
@@ -34,6 +35,18 @@ class TrainingData:
     collate: Callable[[list[Any]], Batch] = default_collate
     num_workers: int = 0
     tokenizer: PreTrainedTokenizerBase | None = None
+    noun: str = "examples"
+
+    @property
+    def parts(self) -> dict[str, Dataset[Any]]:
+        """The datasets that are there, by "train" and "validation"."""
+        both = {"train": self.train, "validation": self.validation}
+        return {part: dataset for part, dataset in both.items() if dataset is not None}
+
+    def collated(self, part: str, indices: Iterable[int]) -> Batch:
+        """Returns examples of a part, collated."""
+        dataset = self.parts[part]
+        return self.collate([dataset[index] for index in indices])
 
 
 def name_sources(shared: TrainingData, own: Mapping[str, TrainingData]) -> dict[str, TrainingData]:
@@ -52,10 +65,10 @@ def find_missing_fields(
     """
     found = []
     for name, source in sources.items():
-        for part, dataset in (("train", source.train), ("validation", source.validation)):
-            if dataset is None or len(dataset) == 0:  # type: ignore[arg-type]
+        for part, dataset in source.parts.items():
+            if len(dataset) == 0:  # type: ignore[arg-type]
                 continue
-            batch = source.collate([dataset[0]])
+            batch = source.collated(part, [0])
             key = data_key(name, part)
             if not isinstance(batch, Mapping):
                 kind = type(batch).__name__

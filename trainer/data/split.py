@@ -24,13 +24,19 @@ def split_rows(rows: list[Row], *, fraction: float, seed: int) -> tuple[list[Row
         documents[_document(row)].append(index)
     if len(documents) < 2:
         raise ConfigError(
-            f"{len(documents)} document(s) cannot be split into training and validation, at least 2 are needed; give a "
-            "validation set, or separate documents by blank lines or a `document` column"
+            f"{len(documents)} document(s) or prompt(s) cannot be split into training and validation, at least 2 are "
+            "needed; give a validation set, or separate documents by blank lines or a `document` column"
         )
     held_out = _choose(list(documents.values()), num_rows=max(1, round(fraction * len(rows))), seed=seed)
     train = [row for index, row in enumerate(rows) if index not in held_out]
     validation = [row for index, row in enumerate(rows) if index in held_out]
-    log.info("split %d documents: %d rows to train on, %d to validate on", len(documents), len(train), len(validation))
+    log.info(
+        "split %d rows of %d documents or prompts: %d to train on, %d to validate on",
+        len(rows),
+        len(documents),
+        len(train),
+        len(validation),
+    )
     return train, validation
 
 

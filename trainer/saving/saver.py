@@ -79,7 +79,12 @@ class Saver:
             checkpoints.set_aside(checkpoints.newer_than(path), why="superseded")
 
     def check_state(self, trainer: MultiModelTrainer) -> None:
-        """Raises TypeError, before the first step, for a callback's or the task's state that cannot be saved."""
+        """Raises TypeError, before the first step, for a callback's or the task's state that cannot be saved.
+
+        And ConfigError for a monitored metric without a validation that would tell it.
+        """
+        if self.plan.monitor is not None and trainer.validation_loader is None:
+            raise ConfigError(f"checkpoint.monitor={self.plan.monitor}: no validation gives it; give data.validation")
         states = {f"callbacks.{name}.state_dict()": callback.state_dict for name, callback in trainer.callbacks.items()}
         for name, state_dict in {**states, "the task's state_dict()": trainer.task.state_dict}.items():
             try:

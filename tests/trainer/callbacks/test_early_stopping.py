@@ -26,6 +26,13 @@ def test_it_stops_after_patience_validations_without_improvement() -> None:
     assert reason == "val/loss has not improved on 2 for 2 validations (now 2.1)"
 
 
+def test_a_run_that_would_never_be_stopped_is_refused() -> None:
+    trainer: Any = SimpleNamespace(val_every=None)
+
+    with pytest.raises(ConfigError, match="val_every=null: callbacks"):
+        EarlyStopping(monitor="val/loss").on_fit_start(trainer, None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("mode", "min_delta", "values", "stops_after"),
     [("max", 0.0, [0.5, 0.6, 0.6], 3), ("min", 0.1, [1.0, 0.95], 2), ("min", 0.0, [1.0, 0.95], None)],
@@ -51,7 +58,7 @@ def test_an_unknown_metric_is_refused_with_the_nearest_name() -> None:
         validate(EarlyStopping(monitor="val/los"), [1.0])
 
 
-@pytest.mark.parametrize("wrong", [{"mode": "low"}, {"patience": 0}])
+@pytest.mark.parametrize("wrong", [{"mode": "low"}, {"patience": 0}, {"min_delta": -0.1}, {"min_delta": float("nan")}])
 def test_wrong_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="early_stopping"):
         EarlyStopping(monitor="val/loss", **wrong)

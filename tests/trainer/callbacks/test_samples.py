@@ -115,6 +115,12 @@ def test_a_missing_tokenizer_or_speaker_is_refused_at_setup() -> None:
         SampleTable(prompts=["a"]).setup(trainer, None, "fit")
     with pytest.raises(ConfigError, match="can generate, and none of reward can"):
         SampleTable(prompts=["a"]).setup(stand_in(reward=handle(nn.Linear(1, 1), trainable=True)), None, "fit")
+    with pytest.raises(
+        ConfigError, match=r"prompts=hello: must be a list of texts(.|\n)*max_new_tokens=0: must be at least"
+    ):
+        SampleTable(prompts="hello", max_new_tokens=0)
+    with pytest.raises(ConfigError, match="must be a list of texts"):
+        SampleTable(prompts=[1])
     with pytest.raises(ConfigError, match="prompts is empty"):
         SampleTable(prompts=[])
 

@@ -384,6 +384,14 @@ def test_checkpoints_come_every_so_many_steps(tmp_path: Path):
     assert [(run.step(), saver.is_due(run))[1] for _ in range(6)] == [False, False, True] * 2
 
 
+def test_a_monitor_without_a_validation_is_refused(tmp_path: Path):
+    run, saver = Run(), Saver(CheckpointPlan(monitor="val/loss"), tmp_path)
+    run.validation_loader = None
+
+    with pytest.raises(ConfigError, match=r"checkpoint\.monitor=val/loss: no validation gives it"):
+        saver.check_state(run)
+
+
 def test_a_monitor_that_no_validation_measures_is_refused(tmp_path: Path):
     saver = Saver(CheckpointPlan(monitor="val/los"), tmp_path)
 
