@@ -14,6 +14,7 @@ from torch import Tensor
 from tasks.logits.fused import TileLoss, fused_loss
 from tasks.logits.heads import Head, HeadTaps, tap_heads
 from tasks.losses import TopTokens
+from tasks.roles import find_member_problems
 from tasks.teacher_cache import (
     Reading,
     TeacherCache,
@@ -23,7 +24,6 @@ from tasks.teacher_cache import (
     parse_options,
     record,
 )
-from tasks.teaching.pairs import find_member_problems
 from tasks.teaching.preflight import Preflight, Subject
 from tasks.teaching.quality import LENGTH_EDGES, Quality, derive_quality, find_edge_problems
 from tasks.teaching.routes import Routes
@@ -69,6 +69,7 @@ class DistillTask(TaskModule):
     """
 
     batch_fields, reads_one_batch = BATCH_FIELDS, True
+    may_differ: Sequence[str] = ("keep_teachers", "preflight")
     modes = (*TaskModule.modes, "cache_teacher")
     gap_metrics = MappingProxyType(
         {"forward_kl": "min", "reverse_kl": "min", "cross_entropy": "min", "top1_agreement": "max"}
@@ -111,12 +112,12 @@ class DistillTask(TaskModule):
             raise ConfigError(*problems)
         self.student, self.combine, self.fused = student, combine, fused
         self.routes = Routes(routes, teachers=list(self.weights)) if routes else None
-        self.settings = f"terms {dict(terms)}, teachers {self.weights}, {combine}, routes {routes}, fused {fused}"
+        self.branch = f"terms {dict(terms)}, teachers {self.weights}, {combine}, routes {routes}, fused {fused}"
         self.keep_teachers, self.length_edges = keep_teachers, tuple(length_edges)
         self.logits_terms = {name: term for name, term in self.terms.items() if isinstance(term, LogitsTerm)}
         self.inner = InnerStates({n: term for n, term in self.terms.items() if not isinstance(term, LogitsTerm)})
         self.one_loss = [student, *self.inner.projections]
-        self.owner = "joint" if self.inner.projections else student  # of the loss, which trains a projection as well
+        self.loss_key = "joint" if self.inner.projections else student  # a projection is trained by the same loss
         self.reference = self.first = next(iter(self.weights))
         self.own_tokens = list(self.weights)  # a teacher may have some tokens that the student lacks
         self.metric_labels: dict[str, str] = {
@@ -211,11 +212,11 @@ class DistillTask(TaskModule):
             combine=self.combine,
         )
         loaders = (self.trainer.train_loader, self.trainer.validation_loader)
-        self.sources, self.validation_sources = (
+        self.row_sources, self.validation_row_sources = (
             [] if loader is None else list(loader.row_sources) for loader in loaders
         )
         if self.routes is not None:
-            self.routes.check(self.sources, self.validation_sources)
+            self.routes.check(self.row_sources, self.validation_row_sources)
         names, places = ([], []) if loaders[1] is None else loaders[1].source_groups
         kind = Tensor if cache is None else TopTokens
         self.reference_name = None if cache is None else cache.key.teacher
@@ -301,7 +302,7 @@ class DistillTask(TaskModule):
                 masks={term.mask: MASKS[term.mask] for term in self.terms.values()},
                 vocabulary=self.vocabulary,
                 tokenizers=self.trainer.tokenizers,
-                branch=self.settings,
+                branch=self.branch,
             )
         )
 
@@ -322,7 +323,7 @@ class DistillTask(TaskModule):
             name: term.weight.at(step) * self.trainer.loss_weight(f"{self.student}/{name}")
             for name, term in self.terms.items()
         }
-        owners = self._owners(batch, self.sources)
+        owners = self._owners(batch, self.row_sources)
         with self.teachers.read(batch, counted, paths=self.inner.teacher_paths, owners=owners) as panel:
             objective = LogitsObjective(
                 terms=self.logits_terms,
@@ -342,7 +343,7 @@ class DistillTask(TaskModule):
         metrics: dict[str, Metric] = {
             f"{self.student}/{name}": (values[name], masks[term.mask].sum()) for name, term in self.terms.items()
         }
-        return StepOutput(shares={self.owner: total}, metrics=metrics | self._scheduled(step))
+        return StepOutput(shares={self.loss_key: total}, metrics=metrics | self._scheduled(step))
 
     def _scheduled(self, step: int) -> dict[str, Metric]:
         """Returns the weights and temperatures that change over the run, as they are in this step."""
@@ -364,7 +365,7 @@ class DistillTask(TaskModule):
         """Returns the metrics of a micro-batch of held-out examples."""
         counted = completion_mask(batch)
         labels, groups = next_tokens(batch, counted), quality.groups_of(batch, counted)
-        with self.teachers.read(batch, counted, owners=self._owners(batch, self.validation_sources)) as panel:
+        with self.teachers.read(batch, counted, owners=self._owners(batch, self.validation_row_sources)) as panel:
 
             def compute(logits: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
                 found = aligned(self.alignment, logits, panel.mixture(rows), labels[rows], temperature=1.0)

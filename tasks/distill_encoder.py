@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tasks.logits.taps import find_module
 from tasks.losses.features import attention_relations, hidden_cosine, hidden_mse, similarity_kl, similarity_mse
+from tasks.roles import find_member_problems
 from tasks.scores.embeddings import (
     pair_similarities,
     pearson,
@@ -19,7 +20,6 @@ from tasks.scores.embeddings import (
     sentence_vectors,
     spearman,
 )
-from tasks.teaching.pairs import find_member_problems
 from tasks.terms.reading import ONE, RELATIONS, STATE_LOSSES, Reading, StateLoss, read_terms
 from tasks.terms.schedule import Schedule
 from tasks.values import collected, find_role_problems

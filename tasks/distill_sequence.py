@@ -12,7 +12,7 @@ from tasks.generation import greedy, log_samples, make_writer, read_options, row
 from tasks.losses import cross_entropy
 from tasks.teaching.pairs import find_interpreter_problems, find_naming_problems, find_pair_problems, known_tokenizers
 from tasks.text.language import BATCH_FIELDS, completion_mask, counted_logits, next_tokens, perplexities
-from tasks.text.sequences import Exchange, Interpreter, decode, exchanges_of, join, pad_token, refuse_packed
+from tasks.text.sequences import Exchange, Interpreter, decode, exchanges_of, find_packing_problem, join, pad_token
 from tasks.values import collected
 from trainer import Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, end_tokens
 
@@ -40,7 +40,7 @@ class DistillSequenceTask(TaskModule):
         top_p: The least set of tokens with so much probability is drawn from; 1: all.
     """
 
-    batch_fields, reads_one_batch = BATCH_FIELDS, True
+    batch_fields, reads_one_batch, reads_packed = BATCH_FIELDS, True, False
 
     def __init__(
         self,
@@ -72,6 +72,9 @@ class DistillSequenceTask(TaskModule):
 
     def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
         return find_interpreter_problems(tokenizers, student=self.student, teacher=self.teacher)
+
+    def check_batch(self, batch: Batch, key: str) -> list[str]:
+        return find_packing_problem(batch, key)
 
     def setup(self, stage: str) -> None:
         self.source, self.target = known_tokenizers(self.trainer.tokenizers, student=self.student, teacher=self.teacher)
@@ -122,7 +125,6 @@ class DistillSequenceTask(TaskModule):
         Args:
             seeds: Of the draws, one per row; None: greedy.
         """
-        refuse_packed(batch)
         device = batch["input_ids"].device
         prompts = [exchange.prompt for exchange in exchanges_of(batch)]
         asked = [self.to_teacher.prompt(prompt) for prompt in prompts]
@@ -141,7 +143,9 @@ class DistillSequenceTask(TaskModule):
         if self._is_shown or not shown or not self.trainer.is_main:
             return
         self._is_shown = True
-        asked, written = ([decode(self.target, ids) for ids in column] for column in zip(*shown, strict=True))
+        asked, written = (
+            [decode(self.target, ids, skips_special=True) for ids in column] for column in zip(*shown, strict=True)
+        )
         log.info("models.%s was asked %r and wrote %r", self.teacher, asked[0], written[0])
         log_samples(self.trainer, "teacher_answers", prompts=asked, answers=written)
 

@@ -17,9 +17,9 @@ from tasks.text.sequences import (
     answer_mask,
     continuation,
     exchanges_of,
+    find_packing_problem,
     join,
     pad_token,
-    refuse_packed,
 )
 from tasks.text.vocabulary import num_ids
 from tasks.values import is_number
@@ -48,7 +48,7 @@ class DistillUnalignedTask(TaskModule):
         temperature: Divides the logits of both within the distance.
     """
 
-    batch_fields, reads_one_batch = BATCH_FIELDS, True
+    batch_fields, reads_one_batch, reads_packed = BATCH_FIELDS, True, False
 
     def __init__(
         self,
@@ -86,6 +86,9 @@ class DistillUnalignedTask(TaskModule):
     def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
         return find_interpreter_problems(tokenizers, student=self.student, teacher=self.teacher)
 
+    def check_batch(self, batch: Batch, key: str) -> list[str]:
+        return find_packing_problem(batch, key)
+
     def setup(self, stage: str) -> None:
         self.source, self.target = known_tokenizers(self.trainer.tokenizers, student=self.student, teacher=self.teacher)
         self.interpreter = Interpreter(self.source, self.target)
@@ -93,7 +96,6 @@ class DistillUnalignedTask(TaskModule):
 
     def prepare_batch(self, batch: Batch) -> Batch:
         """Returns the batch with the same text in the teacher's tokens, and which positions of both are paired."""
-        refuse_packed(batch)
         exchanges = exchanges_of(batch)
         told = self.interpreter.tell(exchanges)
         theirs = join(told, pad_id=pad_token(self.target), device=batch["input_ids"].device)

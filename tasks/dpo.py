@@ -17,12 +17,13 @@ from tasks.losses.preference import ANCHORED, log_ratios, read_preference_loss
 from tasks.policy.reference import (
     FILE,
     WITHOUT_MODEL,
-    AdapterOff,
-    FrozenReference,
     NoReference,
     Reference,
+    find_adapter_problems,
+    open_reference,
     record_reference,
 )
+from tasks.roles import find_member_problems
 from tasks.scores.intervals import wilson_interval
 from tasks.text.language import completion_mask
 from tasks.text.preferences import BATCH_FIELDS, both_sides, split_sides
@@ -107,26 +108,17 @@ class DPOTask(TaskModule):
         return [self.policy] if is_alone else list(names)
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
-        roles = {"policy": self.policy}
-        if self.compared_with not in WITHOUT_MODEL:
-            roles["reference"] = self.compared_with
-        problems = []
-        for role, name in roles.items():
-            if name not in trainable:
-                others = f"; or take one of {', '.join(WITHOUT_MODEL)}" if role == "reference" else ""
-                problems.append(f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}{others}")
-        if stage == "fit" and trainable.get(self.policy) is False:
-            problems.append(f"models.{self.policy}.trainable=false, but task.policy trains it; set it to true")
-        if "reference" in roles and trainable.get(self.compared_with):
-            name = self.compared_with
-            problems.append(f"models.{name}.trainable=true, but task.reference is frozen; set it to false")
-        return problems
+        return find_member_problems(
+            trainable,
+            stage=stage,
+            trained=[("policy", self.policy)],
+            frozen=[] if self.compared_with in WITHOUT_MODEL else [("reference", self.compared_with)],
+            instead=f"; or take one of {', '.join(WITHOUT_MODEL)}",
+        )
 
     def check_adapters(self, adapted: Sequence[str]) -> list[str]:
-        if self.compared_with != "adapter" or self.policy in adapted:
-            return []
-        problem = f"task.reference=adapter: models.{self.policy} has no adapters to switch off; give models."
-        return [f"{problem}{self.policy}.lora.r=8, or take task.reference=cached, or the name of a frozen model"]
+        instead = "task.reference=cached, or the name of a frozen model"
+        return find_adapter_problems(self.compared_with, policy=self.policy, adapted=adapted, instead=instead)
 
     def setup(self, stage: str) -> None:
         models = [self.models[name] for name in (self.policy, self.compared_with) if name in self.models]
@@ -149,8 +141,6 @@ class DPOTask(TaskModule):
     def _open_reference(self) -> Reference:
         if self.compared_with == "none":
             return NoReference()
-        if self.compared_with == "adapter":
-            return AdapterOff(models=self.models, name=self.policy, ask=self._answer_log_probs)
         if self.compared_with == "cached":
             folder = self.trainer.folder
             return record_reference(
@@ -160,7 +150,8 @@ class DPOTask(TaskModule):
                 answers=both_sides,
                 path=self.cache or (folder / FILE if folder is not None else None),
             )
-        return FrozenReference(model=self.models[self.compared_with], ask=self._answer_log_probs)
+        ask = self._answer_log_probs
+        return open_reference(self.models, policy=self.policy, reference=self.compared_with, ask=ask)
 
     # Losses ----------------------------------------------------------------------------------------------------------
 
@@ -198,8 +189,8 @@ class DPOTask(TaskModule):
         return self._measure(scores, self.loss(scores.chosen, scores.rejected))
 
     def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        count = float(sum_over_ranks(torch.tensor(self._num_pairs, dtype=torch.float64, device=self.trainer.device)))
-        found = {"pairs": count}
+        count = int(sum_over_ranks(torch.tensor(self._num_pairs, device=self.trainer.device)))
+        found: dict[str, float] = {"pairs": count}
         for name in ("reward_accuracy", "log_prob_accuracy"):
             if name in metrics:
                 found[f"{name}_low"], found[f"{name}_high"] = wilson_interval(metrics[name], count)
@@ -299,10 +290,10 @@ class DPOTask(TaskModule):
         exchanges = exchanges_of(answers)
         margins = (self.loss.beta * (scores.chosen - scores.rejected)).tolist()
         pairs = zip(exchanges[: len(margins)], exchanges[len(margins) :], margins, strict=True)
-        self._shown = [
-            [*(decode(tokenizer, ids) for ids in (chosen.prompt, chosen.answer, rejected.answer)), f"{margin:+.3f}"]
-            for chosen, rejected, margin in pairs
-        ][:NUM_SHOWN]
+        self._shown = []
+        for chosen, rejected, margin in list(pairs)[:NUM_SHOWN]:
+            texts = (chosen.prompt, chosen.answer, rejected.answer)
+            self._shown.append([*(decode(tokenizer, ids, skips_special=True) for ids in texts), f"{margin:+.3f}"])
 
 
 @dataclass(frozen=True, kw_only=True)

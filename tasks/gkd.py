@@ -13,20 +13,23 @@ from torch import Tensor
 
 from tasks.distill import DistillTask
 from tasks.generation import (
+    SERVER_PLACE,
     GenerationOptions,
     Writer,
+    find_folder_problems,
     greedy,
     log_samples,
     make_writer,
     read_options,
     row_seeds,
 )
+from tasks.policy.health import BUT_LENGTHS, Health, read_health, warn
 from tasks.teaching.quality import LENGTH_EDGES, Quality
 from tasks.teaching.teachers import NEW_TEXT
 from tasks.terms.schedule import parse_schedule
 from tasks.text.language import completion_mask
 from tasks.text.prompts import longest_prompt
-from tasks.text.sequences import Exchange, decode, exchanges_of, join, pad_token, refuse_packed
+from tasks.text.sequences import Exchange, decode, exchanges_of, find_packing_problem, join, pad_token
 from tasks.values import collected
 from trainer import LOGITS, Batch, ConfigError, Metric, StepOutput
 
@@ -39,7 +42,7 @@ GROUP = "on_policy/"
 SCORED = ("forward_kl", "reverse_kl", "top1_agreement")  # of the student's own text
 
 
-class GkdTask(DistillTask):
+class GKDTask(DistillTask):
     """Distils as `DistillTask` does, in a share of the steps on answers that the student wrote for the data's prompts.
 
     Generalised knowledge distillation (arXiv:2306.13649, algorithm 1): with probability lmbda a step's answers are
@@ -52,9 +55,13 @@ class GkdTask(DistillTask):
         lmbda: Share of the steps that learn from the student's own text, a number from 0 to 1, or a schedule of it.
         off_policy: Who wrote the answers of the other steps: "data", or "teacher": it writes them as the student would.
         generation: How text is drawn, see `tasks.generation`; the temperatures of the terms are another matter.
+        health: What is warned of, see `tasks.policy.health`: the lengths of what the student writes; None: nothing.
 
     The other arguments are those of `DistillTask`.
     """
+
+    reads_packed = False
+    may_differ = (*DistillTask.may_differ, *SERVER_PLACE)
 
     def __init__(
         self,
@@ -72,6 +79,7 @@ class GkdTask(DistillTask):
         lmbda: float | Mapping[str, Any] = 0.5,
         off_policy: str = "data",
         generation: Mapping[str, Any] | None = None,
+        health: Mapping[str, Any] | None = None,
     ) -> None:
         schedule, problems = parse_schedule("task.lmbda", lmbda)
         if schedule is not None and not all(0 <= value <= 1 for value in schedule.values()):
@@ -80,6 +88,8 @@ class GkdTask(DistillTask):
             problems.append(f"task.off_policy is {off_policy!r}; it must be data or teacher")
         with collected(problems):
             self.generation = read_options({} if generation is None else generation)
+        with collected(problems):
+            watched = read_health(health, without=BUT_LENGTHS)
         with collected(problems):
             super().__init__(
                 student=student,
@@ -100,7 +110,7 @@ class GkdTask(DistillTask):
         assert schedule is not None
         self.reads = dict.fromkeys([student, *self.weights], LOGITS)
         self.lmbda, self.off_policy = schedule, off_policy
-        self.settings += f", lmbda {lmbda}, off_policy {off_policy}, generation {self.generation}"
+        self.branch += f", lmbda {lmbda}, off_policy {off_policy}, generation {self.generation}"
         self.metric_labels |= {
             f"{GROUP}forward_kl": f"on its own text: {self.metric_labels['forward_kl']}",
             f"{GROUP}reverse_kl": f"on its own text: {self.metric_labels['reverse_kl']}",
@@ -109,6 +119,7 @@ class GkdTask(DistillTask):
             f"{GROUP}answer_tokens": "tokens of its answers",
             f"{GROUP}ended": "answers that ended",
         }
+        self.health = None if watched is None else Health(watched, prefix=f"train/{student}/")
         self._writing_seconds = 0.0
         self._steps = 0
         self._shown_at: int | None = None
@@ -130,6 +141,8 @@ class GkdTask(DistillTask):
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
         problems = super().check_models(trainable, stage=stage)
+        if stage in ("fit", "validate"):
+            problems += find_folder_problems(self.generation.server, self.student, trainable)
         if stage != "fit" or self.cache_options.path is None:
             return problems
         if self.is_ever_on_policy and self.first not in trainable:
@@ -158,10 +171,7 @@ class GkdTask(DistillTask):
         ]
 
     def check_batch(self, batch: Batch, key: str) -> list[str]:
-        problems = super().check_batch(batch, key)
-        with collected(problems):
-            refuse_packed(batch)
-        return problems
+        return [*super().check_batch(batch, key), *find_packing_problem(batch, key)]
 
     def setup(self, stage: str) -> None:
         self.asks_beside_cache = all(name in self.models for name in self.weights)
@@ -194,7 +204,6 @@ class GkdTask(DistillTask):
         return bool(draw < self.lmbda.at(step))
 
     def prepare_batch(self, batch: Batch) -> Batch:
-        refuse_packed(batch)
         step = self.trainer.global_step + 1
         is_own = self.is_on_policy(step)
         if not is_own and self.off_policy == "data":
@@ -206,7 +215,7 @@ class GkdTask(DistillTask):
         self._writing_seconds += time.perf_counter() - began
         if (step == 1 or step % self.trainer.log_every == 0) and step != self._shown_at:
             self._shown_at = step
-            self._show(f"{author}_draws", written, data=batch)
+            self._show(f"{author}_draws", written, data=batch, step=step)
         return written
 
     def training_step(self, batch: Batch, batch_idx: int) -> StepOutput:
@@ -218,21 +227,30 @@ class GkdTask(DistillTask):
         return output
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
-        refuse_packed(batch)
         metrics = super().validation_step(batch, batch_idx)
         if not self.asks_beside_cache:
             return metrics
         written = self._write(batch, author=self.student, seeds=None, options=greedy(self.generation))
         if batch_idx == 0:
-            self._show(f"{self.student}_answers", written, data=batch)
+            self._show(f"{self.student}_answers", written, data=batch, step=self.trainer.global_step)
         found = self.measure(written, self.own_quality)
         return metrics | _on_policy(found) | {f"{GROUP}{name}": value for name, value in _text_metrics(written).items()}
 
     def on_train_step_end(self, metrics: dict[str, float]) -> None:
+        if self.health is not None and self.is_on_policy(self.trainer.global_step):
+            warn(self.health.watch(metrics, step=self.trainer.global_step), is_main=self.trainer.is_main)
         self._steps += 1
         if self.trainer.is_log_step:
             metrics["perf/generation_time"] = self._writing_seconds / self._steps
             self._writing_seconds, self._steps = 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"health": None if self.health is None else self.health.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.health is not None and state.get("health") is not None:
+            self.health.load_state_dict(state["health"])
 
     def _write(self, batch: Batch, *, author: str, seeds: Sequence[int] | None, options: GenerationOptions) -> Batch:
         """Returns the batch with answers that a model writes in the place of the data's; every rank must call it."""
@@ -257,12 +275,15 @@ class GkdTask(DistillTask):
             return answer
         return answer[: next((i for i, token in enumerate(answer) if token >= self.vocabulary), len(answer))]
 
-    def _show(self, name: str, written: Batch, *, data: Batch) -> None:
+    def _show(self, name: str, written: Batch, *, data: Batch, step: int) -> None:
         """Logs some prompts with the answers that were written and those of the data."""
         pairs = zip(exchanges_of(written), exchanges_of(data), strict=True)
         told = [(own.prompt, own.answer, given.answer) for own, given in pairs if own.answer]
-        prompts, answers, others = ([decode(self.tokenizer, row[part]) for row in told] for part in range(3))
-        log_samples(self.trainer, name, prompts=prompts, answers=answers, values={"answer of the data": others})
+        prompts, answers, others = (
+            [decode(self.tokenizer, row[part], skips_special=True) for row in told] for part in range(3)
+        )
+        shown = {"answer of the data": others}
+        log_samples(self.trainer, name, prompts=prompts, answers=answers, values=shown, step=step)
 
 
 def _text_metrics(written: Batch) -> dict[str, Metric]:

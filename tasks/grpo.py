@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from tasks.generation import GenerationOptions, Writer, greedy, log_samples, make_writer, read_options, row_seeds
+from tasks.generation import (
+    SERVER_PLACE,
+    GenerationOptions,
+    Writer,
+    find_folder_problems,
+    greedy,
+    log_samples,
+    make_writer,
+    row_seeds,
+)
 from tasks.logits.heads import HeadTaps, tap_heads
 from tasks.logits.log_probs import as_table, token_log_probs
-from tasks.losses.policy import KL_ESTIMATES, PolicyLoss, Tokens, batch_deviation, group_advantages
-from tasks.policy.health import Health, read_health, warn
-from tasks.policy.options import AdvantageOptions, KlOptions, read_advantages, read_kl, read_loss
-from tasks.policy.reference import AdapterOff, FrozenReference, Reference
+from tasks.losses.policy import KL_ESTIMATES, Tokens, batch_deviation, group_advantages
+from tasks.policy.health import Health, Unrewarded, read_health, warn
+from tasks.policy.options import read_advantages, read_drawn, read_kl, read_loss, whole
+from tasks.policy.reference import ADAPTER, find_adapter_problems, open_reference
 from tasks.policy.update import PolicyUpdate
-from tasks.rewards import Answers, Rewards, means, read_rewards
+from tasks.rewards import Answers, means, read_rewards
+from tasks.scores.intervals import SampleMean
 from tasks.text.language import completion_mask
 from tasks.text.prompts import PROMPT_FIELDS, longest_prompt, prompts_of, repeat
 from tasks.text.sequences import Exchange, join, pad_token
-from tasks.values import collected, find_role_problems, is_whole
+from tasks.values import collected, find_role_problems, find_value_problems
 from trainer import IGNORED, LOGITS, Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule, sum_over_ranks
 
 if TYPE_CHECKING:
@@ -30,11 +41,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_SHOWN = 8  # answers in a table
-ADAPTER = "adapter"
-Read = TypeVar("Read")
 
 
-class GrpoTask(TaskModule):
+class GRPOTask(TaskModule):
     """Trains the actor on groups of its own answers, by clipped policy gradients (arXiv:2402.03300, eq. 3).
 
     Each window of prompts is a rollout: the actor answers each prompt `num_completions` times, the answers are
@@ -49,7 +58,7 @@ class GrpoTask(TaskModule):
         epochs: Global steps on each rollout.
         generation: How answers are drawn, see `tasks.generation`; held-out ones are greedy.
         rewards: What is rewarded, see `tasks.rewards`.
-        advantages: See `AdvantageOptions`.
+        advantages: See `AdvantageOptions` of `tasks.policy.options`.
         loss: See `PolicyLoss`.
         kl: See `KlOptions`.
         mask_truncated: Whether answers that were cut are rewarded, but not trained on.
@@ -59,6 +68,7 @@ class GrpoTask(TaskModule):
     """
 
     batch_fields, reads_one_batch = PROMPT_FIELDS, True
+    may_differ = SERVER_PLACE
 
     def __init__(
         self,
@@ -80,46 +90,46 @@ class GrpoTask(TaskModule):
         problems = find_role_problems({"actor": actor, **({} if reference is None else {"reference": reference})})
         if actor == reference:
             problems.append(f"task.actor and task.reference are both {actor!r}; name two models")
-        for key, value, least in (
-            ("num_completions", num_completions, 2),
-            ("epochs", epochs, 1),
-            ("samples_every", samples_every, 1),
-        ):
-            if not (is_whole(value) and value >= least):
-                problems.append(f"task.{key}={value!r}: must be a whole number of at least {least}")
-        if not isinstance(mask_truncated, bool):
-            problems.append(f"task.mask_truncated={mask_truncated!r}: must be true or false")
-        if fused != "auto" and not isinstance(fused, bool):
-            problems.append(f"task.fused={fused!r}: must be auto, true or false")
-        options = _read(problems, lambda: read_options({} if generation is None else generation)) or GenerationOptions()
-        if options.temperature == 0:
-            problems.append("task.generation.temperature=0: all answers to a prompt would be the same; set it above 0")
-        found_loss = _read(problems, lambda: read_loss(loss, max_length=options.max_new_tokens))
-        found_kl = _read(problems, lambda: read_kl(kl))
-        found_advantages = _read(problems, lambda: read_advantages(advantages))
-        found_rewards = _read(problems, lambda: read_rewards({} if rewards is None else rewards))
-        watched = _read(problems, lambda: read_health(health))
-        if found_kl is not None and found_kl.weight > 0 and reference is None:
-            problems.append(
-                f"task.kl.weight={found_kl.weight} needs a reference; name a frozen model: task.reference=reference"
-            )
-        if found_loss is None or found_kl is None or found_advantages is None or found_rewards is None or problems:
+        problems += find_value_problems(
+            "task",
+            num_completions=whole(num_completions, least=2),
+            epochs=whole(epochs, least=1),
+            samples_every=whole(samples_every, least=1),
+            mask_truncated=(mask_truncated, isinstance(mask_truncated, bool), "true or false"),
+            fused=(fused, fused == "auto" or isinstance(fused, bool), "auto, true or false"),
+        )
+        with collected(problems):
+            self.options = read_drawn(generation)
+        with collected(problems):
+            self.loss = read_loss(loss)
+        with collected(problems):
+            self.advantages = read_advantages(advantages)
+        with collected(problems):
+            self.rewards = read_rewards({} if rewards is None else rewards)
+        with collected(problems):
+            watched = read_health(health)
+        with collected(problems):
+            self.kl = read_kl(kl)
+            if self.kl.weight > 0 and reference is None:
+                problems.append(
+                    f"task.kl.weight={self.kl.weight} needs a reference; name a frozen model: task.reference=reference"
+                )
+        if problems:
             raise ConfigError(*problems)
         self.actor, self.compared, self.num_completions, self.passes = actor, reference, num_completions, epochs
         self.frozen = None if reference == ADAPTER else reference  # a model of its own
-        self.options: GenerationOptions = options
-        self.loss: PolicyLoss = found_loss
-        self.kl: KlOptions = found_kl
-        self.advantages: AdvantageOptions = found_advantages
-        self.rewards: Rewards = found_rewards
+        self.loss = replace(self.loss, max_length=self.options.max_new_tokens)
+        self.unrewarded = Unrewarded(self.rewards.weighted_names)
         self.mask_truncated, self.fused = mask_truncated, fused
         self.samples_every = samples_every
         self.health = Health(watched, prefix=f"train/{actor}/") if watched is not None else None
-        self.own_tokens = tuple(found_rewards.model_names)
-        self.reads = {name: LOGITS for name in (actor, self.frozen) if name is not None} | found_rewards.reads
+        self.own_tokens = self.rewards.model_names
+        self.reads = {name: LOGITS for name in (actor, self.frozen) if name is not None} | self.rewards.reads
         self.metric_labels = {
             "reward": "reward",
-            **{f"reward/{name}": f"- {name}" for name in found_rewards.names},
+            "reward_low": "reward, 95 % interval from",
+            "reward_high": "reward, 95 % interval to",
+            **{f"reward/{name}": f"- {name}" for name in self.rewards.names},
             "log_prob": "log-probability of its tokens (nats)",
             "answer_tokens": "tokens of an answer",
             "ended": "share of answers that end",
@@ -127,17 +137,18 @@ class GrpoTask(TaskModule):
         self.taps = HeadTaps()
         self._written_after: int | None = None  # the actor's updates that the writer knows of
         self._shown_at: int | None = None  # the global step of the last table
+        self._held_out = SampleMean()  # the rewards of the current validation
         self._said: list[list[str]] = []  # held-out prompts and answers of the current validation
         self._before: list[list[str]] = []  # those of the first one
 
     # Checks --------------------------------------------------------------------------------------------------------
 
     def models_for(self, mode: str, names: Sequence[str]) -> list[str]:
-        needed = {self.actor} if mode == "export" else {self.actor, *self.own_tokens}
-        if mode == "fit":
-            is_asked = "reference" in (self.frozen, *self.own_tokens)
-            return [name for name in names if name != "reference" or is_asked]
-        return [name for name in names if name in needed]
+        if mode == "export":
+            return [name for name in names if name == self.actor]
+        is_fit = mode == "fit"
+        needed = (self.actor, *self.own_tokens, self.frozen if is_fit else None)
+        return [name for name in names if name in needed or (is_fit and name != "reference")]
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
         problems = []
@@ -152,21 +163,19 @@ class GrpoTask(TaskModule):
                 )
             elif trainable[self.frozen]:
                 problems.append(f"models.{self.frozen}.trainable=true, but task.reference is frozen; set it to false")
-        return problems + (self.rewards.check_models(trainable) if stage != "export" else [])
+        if stage == "export":
+            return problems
+        problems += find_folder_problems(self.options.server, self.actor, trainable)
+        return problems + self.rewards.check_models(trainable)
 
     def check_adapters(self, adapted: Sequence[str]) -> list[str]:
-        if self.compared != ADAPTER or self.actor in adapted:
-            return []
-        rule = f"give models.{self.actor}.lora.r=8, or the name of a frozen model"
-        return [f"task.reference=adapter: models.{self.actor} has no adapters to switch off; {rule}"]
+        return find_adapter_problems(self.compared, policy=self.actor, adapted=adapted)
 
     def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
-        if tokenizers.get(self.actor) is None:
-            return ["the task reads text, but no model brings a tokenizer; give data.tokenizer=<folder>"]
-        return self.rewards.check_tokenizers(tokenizers)
+        return self.rewards.check_tokenizers(tokenizers, writer=self.actor)
 
     def check_batch(self, batch: Batch, key: str) -> list[str]:
-        return self.rewards.check_columns(list(batch["columns"]), data=key)
+        return self.rewards.check_batch(batch, key)
 
     def setup(self, stage: str) -> None:
         tokenizer = self.trainer.tokenizers[self.actor]
@@ -202,7 +211,7 @@ class GrpoTask(TaskModule):
         lengths = [len(exchange.answer) for exchange in exchanges]
         rollout |= {
             "components": components,
-            "rewards": self.rewards.total(components),
+            "rewards": self.rewards.total(components, answers),
             "is_ended": torch.tensor(is_ended, device=self.device),
             "lengths": torch.tensor(lengths, device=self.device),
         }
@@ -210,7 +219,8 @@ class GrpoTask(TaskModule):
             with self.models[self.actor].evaluating():  # as it wrote: without dropout
                 rollout["old"] = self._log_probs(self.models[self.actor], rollout)
         if self.compared is not None:
-            rollout["reference"] = self._speaker().log_probs(rollout)
+            speaker = open_reference(self.models, policy=self.actor, reference=self.compared, ask=self._log_probs)
+            rollout["reference"] = speaker.log_probs(rollout)
         if self.kl.weight > 0 and self.kl.place == "reward":
             apart = KL_ESTIMATES[self.kl.estimator](rollout["old"], rollout["reference"])
             rollout["rewards"] = rollout["rewards"] - self.kl.weight * apart.sum(-1)
@@ -225,12 +235,10 @@ class GrpoTask(TaskModule):
         return self.passes > 1 or num_updates > 1 or (self.kl.weight > 0 and self.kl.place == "reward")
 
     def prepare_window(self, batches: list[Batch], *, is_filler: Sequence[bool]) -> list[Batch]:
-        deviation = None
-        if self.advantages.scale == "batch":
-            counted = [batch["rewards"] for batch, filler in zip(batches, is_filler, strict=True) if not filler]
-            deviation = batch_deviation(
-                torch.cat(counted) if counted else torch.zeros(0, device=self.device), sum_over_ranks
-            )
+        real = [batch["rewards"] for batch, filler in zip(batches, is_filler, strict=True) if not filler]
+        rewards = torch.cat([torch.zeros(0, device=self.device), *real])
+        self.unrewarded.check(int(sum_over_ranks((~rewards.isnan()).sum())), trainer=self.trainer)
+        deviation = batch_deviation(rewards, sum_over_ranks) if self.advantages.scale == "batch" else None
         for batch in batches:
             groups = batch["rewards"].view(-1, self.num_completions)
             options = self.advantages
@@ -283,17 +291,24 @@ class GrpoTask(TaskModule):
         exchanges, is_ended = self._write(batch, samples=1, seeds=None, options=greedy(self.options))
         answers = Answers.of(batch, exchanges, samples=1, tokenizer=self.tokenizer)
         components = self.rewards.score(answers, device=self.device)
+        rewards = self.rewards.total(components, answers)
         rollout = join(exchanges, pad_id=pad_token(self.tokenizer), device=self.device)
         likely, count = self._log_probs(self.models[self.actor], rollout).sum(), completion_mask(rollout).sum()
+        if batch_idx == 0:
+            self._held_out = SampleMean()
         if not self.trainer.is_filler:
+            self._held_out.add(rewards)
             said = zip(answers.prompts, answers.completions, strict=True)
             self._said = [*self._said, *map(list, said)][:NUM_SHOWN]
         return {
-            **self._reward_metrics(components, self.rewards.total(components)),
+            **self._reward_metrics(components, rewards),
             "log_prob": (likely, count),
             "answer_tokens": (sum(len(one.answer) for one in exchanges), len(exchanges)),
             "ended": (sum(is_ended), len(is_ended)),
         }
+
+    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        return self._held_out.interval("reward", self.device)
 
     def on_validation_end(self, metrics: dict[str, float]) -> None:
         trainer = self.trainer
@@ -329,16 +344,9 @@ class GrpoTask(TaskModule):
         found = token_log_probs(model, rollout, counted, temperature=self.options.temperature, tap=self.taps.get(model))
         return as_table(found.log_probs, counted)
 
-    def _speaker(self) -> Reference:
-        if self.frozen is None:
-            return AdapterOff(models=self.models, name=self.actor, ask=self._log_probs)
-        return FrozenReference(model=self.models[self.frozen], ask=self._log_probs)
-
     def _reward_metrics(self, components: Tensor, rewards: Tensor) -> dict[str, Metric]:
-        metrics: dict[str, Metric] = {
-            f"reward/{name}": pair for name, pair in means(components, self.rewards.names).items()
-        }
-        return {"reward": (rewards.nan_to_num().sum(), (~rewards.isnan()).sum()), **metrics}
+        parts = {f"reward/{name}": pair for name, pair in means(components, self.rewards.names).items()}
+        return {**means(rewards[:, None], ["reward"]), **parts}
 
     def _show(self, answers: Answers, components: Tensor) -> None:
         """Logs some answers with their rewards, every so often."""
@@ -352,6 +360,7 @@ class GrpoTask(TaskModule):
             prompts=answers.prompts,
             answers=answers.completions,
             values={name: components[:, index].tolist() for index, name in enumerate(self.rewards.names)},
+            step=step + 1,
             limit=NUM_SHOWN,
         )
 
@@ -362,10 +371,3 @@ class GrpoTask(TaskModule):
         self._before = [list(row) for row in state["before"]]
         if self.health is not None and state["health"] is not None:
             self.health.load_state_dict(state["health"])
-
-
-def _read(problems: list[str], read: Callable[[], Read]) -> Read | None:
-    """Returns what is read; of what is refused None, and adds its problems."""
-    with collected(problems):
-        return read()
-    return None

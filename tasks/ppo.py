@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tasks.generation import (
+    SERVER_PLACE,
     GenerationOptions,
     Writer,
+    find_folder_problems,
     greedy,
     make_writer,
-    read_options,
     row_seeds,
 )
 from tasks.logits.heads import HeadTaps, tap_heads
@@ -28,19 +29,17 @@ from tasks.losses.advantages import (
     whiten,
 )
 from tasks.losses.policy import KL_ESTIMATES, PolicyLoss
-from tasks.policy.health import Health, read_health, warn
-from tasks.policy.ppo_options import KLOptions, LossOptions
-from tasks.policy.ppo_options import read_options as read_own
+from tasks.policy.health import Health, Unrewarded, read_health, warn
+from tasks.policy.options import read_drawn, read_ppo_kl, read_ppo_loss, whole
+from tasks.policy.reference import ADAPTER, Reference, find_adapter_problems, open_reference
 from tasks.policy.scored_answers import Rollout, score_answers
-from tasks.rewards import Rewards, read_rewards
+from tasks.rewards import read_rewards
+from tasks.scores.intervals import SampleMean
 from tasks.scores.scoring import token_scores
 from tasks.text.language import completion_mask
 from tasks.text.prompts import PROMPT_FIELDS, longest_prompt, prompts_of
-from tasks.values import collected, find_role_problems, find_value_problems, is_at_least, is_whole
-from trainer import LOGITS, VALUES, Batch, ConfigError, Metric, StepOutput, TaskModule
-
-if TYPE_CHECKING:
-    pass
+from tasks.values import collected, find_role_problems, find_value_problems, is_at_least, is_single
+from trainer import LOGITS, VALUES, Batch, ConfigError, Metric, ModelHandle, StepOutput, TaskModule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NUM_SHOWN = 8  # answers in a table
+ROUNDING = 1e-12  # of a variance in float64, as a share of the mean square
 
 
 class PPOTask(TaskModule):
@@ -60,15 +60,16 @@ class PPOTask(TaskModule):
     Args:
         actor: Name of the trained language model.
         critic: Name of the trained model that gives each token a value; it reads the actor's tokens.
-        reference: Name of the frozen language model that the actor stays near.
+        reference: What the actor stays near: the name of a frozen language model; "adapter": the actor without its LoRA
+            adapters.
         rewards: What scores an answer, see `tasks.rewards`.
         generation: How training answers are drawn, see `tasks.generation`; held-out ones are greedy.
         epochs: Global steps on each rollout.
         gamma: The discount per token.
         lam: Of the advantages: 0: one step of the critic's; 1: all rewards that followed.
         whiten: Whether advantages get mean 0 and variance 1 over the global window.
-        loss: See `LossOptions`.
-        kl: See `KLOptions`.
+        loss: See `PPOLossOptions` of `tasks.policy.options`.
+        kl: See `PPOKlOptions` there.
         missing_end_penalty: Taken from the score of an answer that was cut.
         health: What is warned of, see `tasks.policy.health`; None: nothing.
         fused: Whether logits are made tile by tile: true, false, or "auto": where the heads allow it.
@@ -76,6 +77,7 @@ class PPOTask(TaskModule):
     """
 
     batch_fields, reads_one_batch = PROMPT_FIELDS, True
+    may_differ = SERVER_PLACE
 
     def __init__(
         self,
@@ -100,91 +102,99 @@ class PPOTask(TaskModule):
         problems = find_role_problems(roles)
         if not problems and len(set(roles.values())) < len(roles):
             problems.append(f"task.actor={actor}, task.critic={critic}, task.reference={reference}: name three models")
-        share, at_least = "a number from 0 to 1", "a number of at least 0"
+        share, at_least = "a number from 0 to 1", "a number of at least 0, and one that a float32 holds"
         problems += find_value_problems(
             "task",
-            epochs=(epochs, is_whole(epochs) and epochs >= 1, "a whole number of at least 1"),
-            samples_every=(
-                samples_every,
-                is_whole(samples_every) and samples_every >= 1,
-                "a whole number of at least 1",
-            ),
+            epochs=whole(epochs, least=1),
+            samples_every=whole(samples_every, least=1),
             gamma=(gamma, is_at_least(gamma, 0) and gamma <= 1, share),
             lam=(lam, is_at_least(lam, 0) and lam <= 1, share),
             whiten=(whiten, isinstance(whiten, bool), "true or false"),
-            missing_end_penalty=(missing_end_penalty, is_at_least(missing_end_penalty, 0), at_least),
+            missing_end_penalty=(
+                missing_end_penalty,
+                is_single(missing_end_penalty) and missing_end_penalty >= 0,
+                at_least,
+            ),
             fused=(fused, fused == "auto" or isinstance(fused, bool), "auto, true or false"),
         )
-        parts: dict[str, Any] = {}
-        for name, read in (
-            ("loss", lambda: read_own(LossOptions, {} if loss is None else loss, key="task.loss")),
-            ("kl", lambda: read_own(KLOptions, {} if kl is None else kl, key="task.kl")),
-            ("generation", lambda: _drawn(read_options({} if generation is None else generation))),
-            ("rewards", lambda: read_rewards({} if rewards is None else rewards)),
-            ("health", lambda: read_health(health, without=["max_alike"])),  # a prompt has one answer
-        ):
-            with collected(problems):
-                parts[name] = read()
+        with collected(problems):
+            self.loss = read_ppo_loss(loss)
+        with collected(problems):
+            self.kl = read_ppo_kl(kl)
+        with collected(problems):
+            self.generation = read_drawn(generation)
+        with collected(problems):
+            self.rewards = read_rewards({} if rewards is None else rewards)
+        with collected(problems):
+            watched = read_health(health, without=["max_alike"])  # a prompt has one answer
         if problems:
             raise ConfigError(*problems)
-        self.actor, self.critic, self.frozen = actor, critic, reference
-        self.kl: KLOptions = parts["kl"]
-        self.generation: GenerationOptions = parts["generation"]
-        self.rewards: Rewards = parts["rewards"]
-        self.loss: LossOptions = parts["loss"]
+        self.actor, self.critic, self.compared = actor, critic, reference
+        self.frozen = [] if reference == ADAPTER else [reference]  # a model of its own
         self.policy_loss = PolicyLoss(clip_low=self.loss.clip_low, clip_high=self.loss.clip_high)
-        self.health = None if parts["health"] is None else Health(parts["health"], prefix=f"train/{actor}/")
+        self.health = None if watched is None else Health(watched, prefix=f"train/{actor}/")
+        self.unrewarded = Unrewarded(self.rewards.weighted_names)
         self.passes, self.gamma, self.lam, self.whiten = epochs, gamma, lam, whiten
         self.missing_end_penalty, self.fused, self.samples_every = missing_end_penalty, fused, samples_every
         self.own_tokens = self.rewards.model_names
-        self.reads = {actor: LOGITS, reference: LOGITS, critic: VALUES, **self.rewards.reads}
+        self.reads = {**dict.fromkeys((actor, *self.frozen), LOGITS), critic: VALUES, **self.rewards.reads}
         self.metric_labels = {
+            "reward_low": "reward, 95 % interval from",
+            "reward_high": "reward, 95 % interval to",
             **{f"reward/{name}": f"- {name}" for name in self.rewards.names},
-            "kl": f"log p / {reference} (nats a token)",  # of greedy text, so that it is no estimate of the KL
+            "kl": "log p / reference (nats a token)",  # of greedy text, so that it is no estimate of the KL
             "answer_tokens": "tokens of an answer",
             "ended": "share of answers that end",
+            "value_loss": "loss of the values",
         }
         self.taps = HeadTaps()
         self.kl_weight = self.kl.weight  # of the current rollout
         self._observed: tuple[int, float] | None = None  # the last rollout and its KL per answer
+        self._held_out = SampleMean()  # the scores of the current validation
         self._said: list[list[str]] = []  # held-out prompts, answers and rewards of the current validation
         self._before: list[list[str]] = []  # those of the first one
         self._shown_at: int | None = None  # the global step of the last table of drawn answers
         self._weights_of_step: int | None = None  # the global step whose weights the writer has
 
     def models_for(self, mode: str, names: Sequence[str]) -> list[str]:
-        needed = (self.actor, self.critic)
-        return [name for name in names if mode != "export" or name in needed]
+        if mode == "export":
+            return [name for name in names if name in (self.actor, self.critic)]
+        needed = (self.actor, self.critic, *self.frozen, *self.own_tokens)
+        return [name for name in names if name in needed or (mode == "fit" and name != "reference")]
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
         problems = []
-        for role, name, is_trained in (
-            ("actor", self.actor, True),
-            ("critic", self.critic, True),
-            ("reference", self.frozen, False),
-        ):
-            if name not in trainable and not (stage == "export" and name == self.frozen):
-                problems.append(f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}")
+        roles = [("actor", self.actor, True), ("critic", self.critic, True)]
+        roles += [("reference", name, False) for name in self.frozen]
+        for role, name, is_trained in roles:
+            if name not in trainable and not (stage == "export" and role == "reference"):
+                others = f"; or take {ADAPTER}" if role == "reference" else ""
+                problems.append(f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}{others}")
             elif trainable.get(name, False) != is_trained and (stage == "fit" or not is_trained):
                 does, value = ("trains it", "true") if is_trained else ("keeps it as it is", "false")
                 problems.append(
                     f"models.{name}.trainable={str(trainable[name]).lower()}, but task.{role} {does}; set it to {value}"
                 )
-        return problems + (self.rewards.check_models(trainable) if stage != "export" else [])
+        if stage == "export":
+            return problems
+        problems += find_folder_problems(self.generation.server, self.actor, trainable)
+        return problems + self.rewards.check_models(trainable)
+
+    def check_adapters(self, adapted: Sequence[str]) -> list[str]:
+        return find_adapter_problems(self.compared, policy=self.actor, adapted=adapted)
 
     def check_tokenizers(self, tokenizers: Mapping[str, PreTrainedTokenizerBase | None]) -> list[str]:
-        if tokenizers.get(self.actor) is None:
-            return ["the task reads text, but no model brings a tokenizer; give data.tokenizer=<folder>"]
-        return self.rewards.check_tokenizers(tokenizers)
+        return self.rewards.check_tokenizers(tokenizers, writer=self.actor)
 
     def check_batch(self, batch: Batch, key: str) -> list[str]:
-        return self.rewards.check_columns(list(batch["columns"]), data=key)
+        return self.rewards.check_batch(batch, key)
 
     def setup(self, stage: str) -> None:
         tokenizer = self.trainer.tokenizers[self.actor]
         assert tokenizer is not None  # checked
         self.tokenizer = tokenizer
         actor, device = self.models[self.actor], self.trainer.device
+        frozen = [self.models[name] for name in self.frozen]
         self.rewards.setup(self, writer=self.actor)
         self.writer: Writer = make_writer(
             actor,
@@ -192,11 +202,13 @@ class PPOTask(TaskModule):
             options=self.generation,
             device=device,
             prompt=longest_prompt(self.trainer.sources),
-            readers=[self.models[self.critic], self.models[self.frozen], *self.rewards.readers],
+            readers=[self.models[self.critic], *frozen, *self.rewards.readers],
+        )
+        self.comparison: Reference = open_reference(
+            self.models, policy=self.actor, reference=self.compared, ask=self._log_prob_table
         )
         if self.fused is not False:
-            models = [self.models[name] for name in (self.actor, self.frozen)]
-            self.taps, problems = tap_heads(models, vocabulary=None, device=self.trainer.device)
+            self.taps, problems = tap_heads([actor, *frozen], vocabulary=None, device=device)
             if problems and self.fused is True:
                 raise ConfigError(*(f"task.fused=true, but {problem}; set task.fused=auto" for problem in problems))
 
@@ -206,19 +218,22 @@ class PPOTask(TaskModule):
         seeds = row_seeds(self.trainer.seed, self._rollout, self.trainer.indices[""])
         rollout = self._answer(batch, seeds=seeds, options=self.generation)
         self._show(rollout)
+        shown = {name: list(pair) for name, pair in rollout.metrics(self.rewards.names, model=self.actor).items()}
+        return {**self._judge(rollout), "shown": shown}
+
+    def _judge(self, rollout: Rollout) -> Batch:
+        """Returns the answers with their scores, and with what the models say of them as they are now."""
         written, counted = rollout.batch, completion_mask(rollout.batch)
+        actor, critic = self.models[self.actor], self.models[self.critic]
         # Or a dropout would make old log-probabilities another model's.
-        with self.models[self.actor].evaluating(), self.models[self.critic].evaluating():
-            old = self._log_probs(self.actor, written, counted).log_probs
-            near = self._log_probs(self.frozen, written, counted).log_probs
-            values = token_scores(self.models[self.critic], written)[:, :-1]
+        with actor.evaluating(), critic.evaluating():
+            old, values = self._log_prob_table(actor, written), token_scores(critic, written)[:, :-1]
         return {
             **written,
-            "old_log_probs": as_table(old, counted),
-            "reference_log_probs": as_table(near, counted),
+            "old_log_probs": old,
+            "reference_log_probs": self.comparison.log_probs(written),
             "old_values": torch.where(counted, values, 0.0),
             "scores": rollout.scores,
-            "shown": {name: list(pair) for name, pair in rollout.metrics(self.rewards.names, model=self.actor).items()},
         }
 
     def prepare_window(self, batches: list[Batch], *, is_filler: Sequence[bool]) -> list[Batch]:
@@ -227,7 +242,9 @@ class PPOTask(TaskModule):
         def of_real(values: list[Tensor]) -> Moments:
             return moments([value[:0] if filler else value for value, filler in zip(values, is_filler, strict=True)])
 
-        self._adapt(of_real([self._kl(batch) for batch in batches]).mean)
+        kl = of_real([self._kl(batch) for batch in batches])
+        self.unrewarded.check(kl.count, trainer=self.trainer)
+        self._adapt(kl)
         advantages = [self._advantages(batch, mask) for batch, mask in zip(batches, masks, strict=True)]
         returns = [batch["old_values"] + raw for batch, raw in zip(batches, advantages, strict=True)]
         explained = explained_variance(
@@ -257,11 +274,15 @@ class PPOTask(TaskModule):
         apart: Tensor = (batch["old_log_probs"] - batch["reference_log_probs"]).sum(-1)  # 0 where nothing counts
         return apart[~batch["scores"].isnan()]
 
-    def _adapt(self, kl: float) -> None:
-        """Takes the coefficient on to this rollout, by the KL of the one before it; prepared anew, it stays."""
+    def _adapt(self, kl: Moments) -> None:
+        """Takes the coefficient on to this rollout, by the KL of the one before it; prepared anew, it stays.
+
+        Args:
+            kl: Of this rollout's answers that have a score.
+        """
         if self._observed is not None and self._observed[0] < self._rollout:
             self.kl_weight = self.kl.controller.after(self.kl_weight, kl=self._observed[1])
-        self._observed = (self._rollout, kl)
+        self._observed = (self._rollout, kl.mean) if kl.count else None
 
     @property
     def _rollout(self) -> int:
@@ -293,7 +314,7 @@ class PPOTask(TaskModule):
 
     def _actor_output(self, batch: Batch, counted: Tensor) -> StepOutput:
         has_bonus = self.loss.entropy_weight > 0
-        said = self._log_probs(self.actor, batch, counted, entropy=True, entropy_gradient=has_bonus)
+        said = self._log_probs(self.models[self.actor], batch, entropy=True, entropy_gradient=has_bonus)
         assert said.entropy is not None
         old, advantages = batch["old_log_probs"][counted], batch["advantages"][counted]
         terms = self.policy_loss(said.log_probs, old, advantages, None)
@@ -326,22 +347,54 @@ class PPOTask(TaskModule):
         }
         return StepOutput(sums={f"{name}/value_loss": losses.sum()}, metrics=metrics)
 
-    def _log_probs(self, name: str, batch: Batch, counted: Tensor, **options: bool) -> TokenLogProbs:
+    def _log_probs(self, model: ModelHandle, batch: Batch, **options: bool) -> TokenLogProbs:
         """Returns what a model says of the answers, at the temperature at which they are drawn."""
-        model, temperature = self.models[name], self.generation.temperature
-        tap = self.taps.get(model)
-        return token_log_probs(model, batch, counted, temperature=temperature, tap=tap, **options)
+        counted, temperature = completion_mask(batch), self.generation.temperature
+        return token_log_probs(model, batch, counted, temperature=temperature, tap=self.taps.get(model), **options)
+
+    def _log_prob_table(self, model: ModelHandle, batch: Batch) -> Tensor:
+        """Returns the log-probabilities of the answers' tokens, (B, T-1), 0 elsewhere."""
+        return as_table(self._log_probs(model, batch).log_probs, completion_mask(batch))
 
     # Held-out prompts -------------------------------------------------------------------------------------------------
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Metric]:
         rollout = self._answer(batch, seeds=None, options=greedy(self.generation))
-        counted = completion_mask(rollout.batch)
-        said, near = (self._log_probs(name, rollout.batch, counted).log_probs for name in (self.actor, self.frozen))
+        if batch_idx == 0:
+            self._held_out = SampleMean()
         if not self.trainer.is_filler:
+            self._held_out.add(rollout.scores)
             self._said = [*self._said, *rollout.rows()][:NUM_SHOWN]
-        shown = rollout.metrics(self.rewards.names, model=self.actor)
-        return {**shown, f"{self.actor}/kl": ((said - near).sum(), len(said))}
+        judged = self._judge(rollout)
+        counted = completion_mask(judged)
+        apart = judged["old_log_probs"] - judged["reference_log_probs"]
+        errors = self._advantages(judged, counted)[counted].double()  # returns less values
+        returns = errors + judged["old_values"][counted]
+        own = {
+            "value_loss": errors.square() / 2,
+            "_error": errors,
+            "_error_squared": errors.square(),
+            "_return": returns,
+            "_return_squared": returns.square(),
+        }
+        return {
+            **rollout.metrics(self.rewards.names, model=self.actor),
+            f"{self.actor}/kl": (apart.sum(), counted.sum()),
+            **{f"{self.critic}/{name}": (values.sum(), len(values)) for name, values in own.items()},
+        }
+
+    def derive_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        found = self._held_out.interval(f"{self.actor}/reward", self.trainer.device)
+        if f"{self.critic}/_error" not in metrics:  # no answer has a score
+            return found
+
+        def moments_of(name: str) -> Moments:
+            mean, squared = (metrics[f"{self.critic}/{key}"] for key in (name, f"{name}_squared"))
+            variance = squared - mean**2
+            return Moments(count=1, mean=mean, variance=variance if variance > ROUNDING * squared else 0.0)
+
+        explained = explained_variance(moments_of("_return"), moments_of("_error"))
+        return {**found, f"{self.critic}/explained_variance": explained}
 
     def on_validation_end(self, metrics: dict[str, float]) -> None:
         """Logs some of the held-out answers, beside those of the first validation."""
@@ -382,7 +435,7 @@ class PPOTask(TaskModule):
         self._shown_at = step
         if self.trainer.is_main:
             columns, rows = ["prompt", "answer", "reward"], rollout.rows()[:NUM_SHOWN]
-            self.trainer.log_table("completions", columns=columns, rows=rows, step=step)
+            self.trainer.log_table("completions", columns=columns, rows=rows, step=step + 1)
 
     # What survives a restart ------------------------------------------------------------------------------------------
 
@@ -394,9 +447,3 @@ class PPOTask(TaskModule):
         self.kl_weight, self._observed, self._before = state["kl_weight"], state["observed"], state["before"]
         if self.health is not None and state["health"]:
             self.health.load_state_dict(state["health"])
-
-
-def _drawn(options: GenerationOptions) -> GenerationOptions:
-    if options.temperature == 0:
-        raise ConfigError("task.generation.temperature=0: answers to learn from are drawn; give a number above 0")
-    return options

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tasks.roles import find_member_problems
 from tasks.scores.calibration import bin_gaps, expected_error, wins
 from tasks.scores.intervals import wilson_interval
 from tasks.scores.scoring import sequence_scores
@@ -60,11 +61,7 @@ class RewardTask(TaskModule):
         self._extremes: list[_Scored] = []
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
-        if self.reward not in trainable:
-            return [f"task.reward={self.reward}: models has no {self.reward}, only {', '.join(trainable)}"]
-        if stage == "fit" and not trainable[self.reward]:
-            return [f"models.{self.reward}.trainable=false, but task.reward trains it; set it to true"]
-        return []
+        return find_member_problems(trainable, stage=stage, trained=[("reward", self.reward)])
 
     def count_items(self, batch: Batch) -> int:
         return len(batch["chosen_input_ids"])

@@ -10,12 +10,13 @@ from torch import Tensor
 from tasks.logits.fused import fused_loss
 from tasks.logits.heads import tap_heads
 from tasks.losses import cross_entropy
+from tasks.roles import find_member_problems
 from tasks.text.language import BATCH_FIELDS, MASKS, counted_logits, next_tokens, perplexities
 from tasks.values import find_role_problems
 from trainer import LOGITS, Batch, ConfigError, Metric, StepOutput, TaskModule
 
 
-class SftTask(TaskModule):
+class SFTTask(TaskModule):
     """Trains the student by cross-entropy, a mean over the tokens of the global batch.
 
     Args:
@@ -36,11 +37,7 @@ class SftTask(TaskModule):
         self.metric_labels = {"cross_entropy": "cross-entropy (nats)", "token_accuracy": "token accuracy"}
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
-        if self.student not in trainable:
-            return [f"task.student={self.student}: models has no {self.student}, only {', '.join(trainable)}"]
-        if stage == "fit" and not trainable[self.student]:
-            return [f"models.{self.student}.trainable=false, but task.student trains it; set it to true"]
-        return []
+        return find_member_problems(trainable, stage=stage, trained=[("student", self.student)])
 
     def setup(self, stage: str) -> None:
         self.taps, _ = tap_heads([self.models[self.student]], vocabulary=None, device=self.trainer.device)

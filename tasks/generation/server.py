@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from tasks.generation.http import JsonClient, ServerError
 from tasks.generation.local import check_seeds
 from tasks.generation.options import GenerationOptions
-from tasks.generation.server_options import ServerOptions
+from tasks.generation.server_options import ServerOptions, find_folder_problems
 from tasks.generation.stops import up_to_end, up_to_stop
 from tasks.generation.writer import Written
 from tasks.text.sequences import decode, start_token
-from trainer import ConfigError, ModelHandle, did_you_mean, end_tokens, export_model, is_main, sum_over_ranks
+from trainer import ConfigError, ModelHandle, did_you_mean, end_tokens, export_model, gather, is_main
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,7 +135,13 @@ class ServerWriter:
                 raise
 
     def _reload(self) -> None:
-        said = self.client.post("/collective_rpc", {"method": "reload_weights"})
+        try:
+            said = self.client.post("/collective_rpc", {"method": "reload_weights"})
+        except ServerError as error:
+            raise ServerError(
+                f"{error}; vLLM loads weights again only where it was started with VLLM_SERVER_DEV_MODE=1, see "
+                "docs/generation.md"
+            ) from None
         log.info("%s has loaded the weights of models.%s: %s", self.server.url, self.model.name, said)
         self.client.post("/reset_prefix_cache")  # what it has kept was made by other weights
 
@@ -208,11 +214,8 @@ class ServerWriter:
 
     def _refuse_what_cannot_be_sent(self) -> None:
         name, folder = self.model.name, self.server.weights_folder
-        if self.model.trainable and folder is None:
-            raise ConfigError(
-                f"task.generation.server.weights_folder is null, but models.{name} is trained: the server would go on "
-                "writing as it began; give a folder that both see, and serve the model from it"
-            )
+        if problems := find_folder_problems(self.server, name, {name: self.model.trainable}):
+            raise ConfigError(*problems)
         if folder is not None and not isinstance(self.model.module, PreTrainedModel):
             raise ConfigError(
                 f"task.generation.server: the weights of models.{name} cannot be sent, as it is no transformers model "
@@ -250,11 +253,11 @@ class ServerWriter:
             found = ask()
         except Exception as error:
             problem = error
-        failed = float(sum_over_ranks(torch.tensor(float(problem is not None), device=self.device)))
+        told = [text for text in gather(None if problem is None else str(problem)) if text is not None]
         if problem is not None:
             raise problem
-        if failed:
-            raise ServerError(f"{self.server.url} failed another rank, whose error says how")
+        if told:
+            raise ServerError(f"another rank failed: {told[0]}")
         return found
 
 

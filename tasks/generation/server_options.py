@@ -12,6 +12,10 @@ from tasks.values import is_number, is_whole
 from trainer import ConfigError, did_you_mean
 
 DIALECTS = ("vllm", "openai")
+SERVER_PLACE = tuple(  # where a server is and how it is asked, of a task's keys; what it is told decides what it writes
+    f"generation.server.{name}"
+    for name in ("url", "model", "api_key_env", "timeout_seconds", "retries", "connections", "weights_folder")
+)
 LONGEST_TRY = 86400.0  # seconds, a day: a socket takes no time of any length
 
 
@@ -63,6 +67,22 @@ def read_server(values: Mapping[str, Any] | None, *, key: str = "task.generation
     given = dict(values)
     given["url"] = given["url"].rstrip("/").removesuffix("/v1")
     return ServerOptions(**given)
+
+
+def find_folder_problems(server: ServerOptions | None, model: str, trainable: Mapping[str, bool]) -> list[str]:
+    """Returns whether a trained model is to be written for by a server that would never see its weights.
+
+    Args:
+        model: Name of the one that the server writes as.
+        trainable: As in `TaskModule.check_models`.
+    """
+    if server is None or server.weights_folder is not None or not trainable.get(model, False):
+        return []
+    problem = (
+        f"task.generation.server.weights_folder is null, but models.{model} is trained: the server would go on writing "
+        "as it began; give a folder that both see, and serve the model from it"
+    )
+    return [problem]
 
 
 def _find_problem(key: str, name: str, value: Any) -> list[str]:

@@ -200,6 +200,7 @@ def group_advantages(rewards: Tensor, *, baseline: str, scale: str, deviation: T
     The mean is the baseline of GRPO (arXiv:2402.03300, sec. 4.1.2), the mean of the others that of RLOO
     (arXiv:2402.14740). A reward that is NaN does not exist: it is in no baseline, and its advantage is 0. So is
     that of the only reward of a prompt. All rewards of a prompt alike give advantages of exactly 0.
+    Computed in float64: in float32 the squares of 2e19 are infinite, and all advantages would be 0.
 
     Args:
         rewards: (P, G), float.
@@ -207,8 +208,7 @@ def group_advantages(rewards: Tensor, *, baseline: str, scale: str, deviation: T
             `deviation` plus EPSILON; "none" (arXiv:2503.20783).
         deviation: Of all rewards of the batch, (); see `batch_deviation`.
     """
-    values = rewards.to(torch.promote_types(rewards.dtype, torch.float32))
-    exists = ~values.isnan()
+    values, exists = rewards.double(), ~rewards.isnan()
     count = exists.sum(-1, keepdim=True)
     # Of rewards that are all alike exactly 0, whatever their sum is rounded to.
     values = (values - values.nan_to_num(nan=-math.inf).amax(-1, keepdim=True)).masked_fill(~exists, 0)
@@ -221,7 +221,7 @@ def group_advantages(rewards: Tensor, *, baseline: str, scale: str, deviation: T
     elif scale == "batch":
         assert deviation is not None
         found = found / (deviation.to(found) + EPSILON)
-    return found.masked_fill(~(exists & (count > 1)), 0)
+    return found.masked_fill(~(exists & (count > 1)), 0).to(torch.promote_types(rewards.dtype, torch.float32))
 
 
 def batch_deviation(rewards: Tensor, total: Callable[[Tensor], Tensor] = lambda value: value) -> Tensor:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tasks.values import is_number, is_whole
-from trainer import ConfigError, did_you_mean
+from tasks.policy.options import read_options, whole
+from tasks.values import find_value_problems, is_number
+from trainer import ConfigError
+
+if TYPE_CHECKING:
+    from trainer import MultiModelTrainer
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,12 @@ class HealthOptions:
     max_fall: float | None = 0.3
 
 
+# For `without`, of a task that knows nothing of its answers but their lengths.
+BUT_LENGTHS = tuple(
+    field.name for field in fields(HealthOptions) if field.name not in ("steps", "min_length", "max_length")
+)
+
+
 def read_health(
     values: Mapping[str, Any] | None, *, key: str = "task.health", without: Sequence[str] = ()
 ) -> HealthOptions | None:
@@ -52,23 +62,16 @@ def read_health(
     """
     if values is None:
         return None
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{key} is {values!r}; it must be a mapping such as {{max_kl: 1.0}}, or null")
-    known = [field.name for field in fields(HealthOptions) if field.name not in without]
-    problems = [f"{key}.{name} is no key of it{did_you_mean(str(name), known)}" for name in values if name not in known]
-    for name, value in values.items():
-        if name == "steps" and not (is_whole(value) and value >= 1):
-            problems.append(f"{key}.steps={value!r}: must be a whole number of at least 1")
-        elif (
-            name in known
-            and name in _WANTED
-            and value is not None
-            and not (is_number(value) and _WANTED[name][0](value))
-        ):
-            problems.append(f"{key}.{name}={value!r}: must be {_WANTED[name][1]}, or null for no warning")
-    if problems:
-        raise ConfigError(*problems)
-    return HealthOptions(**values)
+    return read_options(HealthOptions, values, _find_problems, key=key, without=without)
+
+
+def _find_problems(options: HealthOptions, key: str) -> list[str]:
+    values = {name: getattr(options, name) for name in _WANTED}
+    limits = {
+        name: (value, value is None or (is_number(value) and _WANTED[name][0](value)), f"{_WANTED[name][1]}, or null")
+        for name, value in values.items()
+    }
+    return find_value_problems(key, steps=whole(options.steps, least=1), **limits)
 
 
 def _is_above(value: float) -> bool:
@@ -145,6 +148,36 @@ class Health:
         self.told = list(state["told"])
 
 
+class Unrewarded:
+    """Refuses a run whose first window has no answer with a reward, and warns once of a later one.
+
+    Args:
+        names: Of the rewards that count.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names, self.is_told = list(names), False
+
+    def check(self, count: float, *, trainer: MultiModelTrainer) -> None:
+        """Raises ConfigError where nothing could be learnt from the first window; every rank must call it.
+
+        Args:
+            count: Answers of the window that have a reward, on all ranks.
+        """
+        if count:
+            return
+        rewards = " and ".join(f"task.rewards.{name}" for name in self.names)
+        if trainer.global_step == 0:
+            raise ConfigError(
+                f"{rewards} returned None for every answer of the first window, so that nothing would be learnt; see "
+                "whether prompts and columns are those that it is meant for, or add a reward that applies to all"
+            )
+        if not self.is_told:
+            fact = f"{rewards} returned None for every answer of the window, and nothing is learnt of it"
+            warn([f"step {trainer.global_step + 1}: {fact}; told once"], is_main=trainer.is_main)
+        self.is_told = True
+
+
 def warn(messages: list[str], *, is_main: bool) -> None:
     """Logs the warnings once, on one rank."""
     for message in messages if is_main else []:
@@ -196,8 +229,8 @@ def _short(health: Health, limit: float) -> str | None:
     if now is None or began is None or now >= limit * began:
         return None
     return (
-        f"answers fell from {began:.3g} to {now:.3g} tokens; see by the samples whether they still answer, and whether "
-        "a reward pays for brevity alone"
+        f"answers fell from {began:.3g} to {now:.3g} tokens; see by the samples whether they still answer, or are "
+        "rewarded for brevity alone"
     )
 
 
@@ -206,8 +239,8 @@ def _long(health: Health, limit: float) -> str | None:
     if now is None or began is None or now <= limit * began:
         return None
     return (
-        f"answers rose from {began:.3g} to {now:.3g} tokens; see by the samples whether a reward pays for length, or "
-        "(task=grpo) take task.loss.normalisation=dr_grpo"
+        f"answers rose from {began:.3g} to {now:.3g} tokens; see by the samples whether they still come to an end, or "
+        "are rewarded for length (task=grpo: task.loss.normalisation=dr_grpo)"
     )
 
 

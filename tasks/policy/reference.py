@@ -17,8 +17,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from torch import Tensor
 
-from tasks.teacher_cache.rows import DIGEST_BYTES, Digests, describe_rows
-from trainer import Batch, ConfigError, ModelHandle, MultiModelTrainer, digest_fixed, digest_weights, gather, is_adapted
+from tasks.teacher_cache.rows import DIGEST_BYTES, Digests, describe_rows, shares
+from trainer import (
+    Batch,
+    ConfigError,
+    ModelHandle,
+    MultiModelTrainer,
+    digest_fixed,
+    digest_weights,
+    gather,
+    is_adapted,
+    to_device,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -26,15 +36,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FILE = "reference_log_probs.safetensors"
-WITHOUT_MODEL = ("adapter", "cached", "none")
+ADAPTER = "adapter"
+WITHOUT_MODEL = (ADAPTER, "cached", "none")
 _FORMAT = 1
 _TELL_SECONDS = 10.0
 
-Ask = Callable[[ModelHandle, Batch], Tensor]  # (a model, answers) -> log-probability of each answer, (rows,)
+Ask = Callable[[ModelHandle, Batch], Tensor]  # (a model, answers) -> log-probability of each answer or token
 
 
 class Reference(Protocol):
-    """Gives the log-probability that the reference has of each answer of a batch, (rows,) without a graph."""
+    """Gives the log-probabilities that the reference has of the answers of a batch, as `Ask` does, without a graph."""
 
     def log_probs(self, batch: Batch) -> Tensor | None: ...
 
@@ -77,6 +88,28 @@ class AdapterOff:
         # Or the base model's dropout would be noise in the reference.
         with model.evaluating(), torch.no_grad(), module.disable_adapter():
             return self.ask(model, batch)
+
+
+def open_reference(models: Mapping[str, ModelHandle], *, policy: str, reference: str, ask: Ask) -> Reference:
+    """Returns the policy without its adapters where `reference` is ADAPTER, else the frozen model of that name."""
+    if reference == ADAPTER:
+        return AdapterOff(models=models, name=policy, ask=ask)
+    return FrozenReference(model=models[reference], ask=ask)
+
+
+def find_adapter_problems(
+    reference: str | None, *, policy: str, adapted: Sequence[str], instead: str = "the name of a frozen model"
+) -> list[str]:
+    """Returns why a policy without adapters cannot be its own reference.
+
+    Args:
+        adapted: Names of the models with adapters.
+        instead: What else `task.reference` may be.
+    """
+    if reference != ADAPTER or policy in adapted:
+        return []
+    problem = f"task.reference={ADAPTER}: models.{policy} has no adapters to switch off"
+    return [f"{problem}; give models.{policy}.lora.r=8, or take {instead}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,59 +200,41 @@ def _record(
     speaker: Reference,
 ) -> Iterator[tuple[Digests, np.ndarray[Any, Any]]]:
     """Yields this rank's share of the answers that the recording lacks; all ranks run as many forwards."""
-    batches = list(_lacking(trainer, found, answers))
-    totals = gather(len(batches))
-    if not any(totals):
-        return
-    if trainer.is_main:
-        log.info("recording what models.%s says of the data before training: %d batches", policy.name, sum(totals))
+    lacking, num_recorded = _lacking(trainer, found, answers), 0
+    most = sum(1 for _ in shares(trainer.sources, rank=0, world_size=1))
     began = told = time.monotonic()
-    for index in range(max(totals)):
+    while True:
+        digests, batch = next(lacking, (None, None))
+        num_here = sum(gather(batch is not None))
+        if not num_here:
+            return
+        if trainer.is_main and not num_recorded:
+            log.info("recording what models.%s says of the data before training: %d batches at most", policy.name, most)
         # A rank that is done goes on, since sharded weights need all ranks.
-        batch = (
-            answers(_load(trainer, *batches[min(index, len(batches) - 1)])) if batches else _sample(trainer, answers)
-        )
-        values = speaker.log_probs(batch)
+        values = speaker.log_probs(to_device(_sample(trainer, answers) if batch is None else batch, trainer.device))
         assert values is not None
-        if index < len(batches):
-            yield digests_of(batch), values.float().cpu().numpy()
+        if digests is not None:
+            yield digests, values.float().cpu().numpy()
+        num_recorded += num_here
         if trainer.is_main and time.monotonic() - told > _TELL_SECONDS:
             told = time.monotonic()
-            log.info("recorded %d of %d batches in %.0f s", index + 1, max(totals), told - began)
+            log.info("recorded %d of %d batches in %.0f s", num_recorded, most, told - began)
 
 
-Place = tuple[str, str, list[int]]  # the set's name, "train" or "validation", positions in it
-
-
-def _lacking(trainer: MultiModelTrainer, found: Recording, answers: Callable[[Batch], Batch]) -> Iterator[Place]:
-    for name, part, places in _share(trainer):
-        if found.lacks(digests_of(answers(_collate(trainer, name, part, places)))).any():
-            yield name, part, places
-
-
-def _share(trainer: MultiModelTrainer) -> Iterator[Place]:
-    """Yields this rank's share of all examples, a batch at a time."""
-    for name, source in trainer.sources.items():
-        for part, dataset in (("train", source.train), ("validation", source.validation)):
-            size, count = source.batch_size, 0 if dataset is None else len(dataset)  # type: ignore[arg-type]
-            for start in range(trainer.rank * size, count, trainer.world_size * size):
-                yield name, part, list(range(start, min(start + size, count)))
-
-
-def _collate(trainer: MultiModelTrainer, name: str, part: str, places: Sequence[int]) -> Batch:
-    source = trainer.sources[name]
-    dataset: Any = source.train if part == "train" else source.validation
-    return source.collate([dataset[place] for place in places])
-
-
-def _load(trainer: MultiModelTrainer, name: str, part: str, places: Sequence[int]) -> Batch:
-    batch = _collate(trainer, name, part, places)
-    return {key: value.to(trainer.device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+def _lacking(
+    trainer: MultiModelTrainer, found: Recording, answers: Callable[[Batch], Batch]
+) -> Iterator[tuple[Digests, Batch]]:
+    """Yields the batches of this rank's share of all examples with an answer that the recording lacks."""
+    for name, part, indices in shares(trainer.sources, rank=trainer.rank, world_size=trainer.world_size):
+        batch = answers(trainer.sources[name].collated(part, indices))
+        digests = digests_of(batch)
+        if found.lacks(digests).any():
+            yield digests, batch
 
 
 def _sample(trainer: MultiModelTrainer, answers: Callable[[Batch], Batch]) -> Batch:
-    name, source = next(iter(trainer.sources.items()))
-    return answers(_load(trainer, name, "train" if source.train is not None else "validation", [0]))
+    source = next(iter(trainer.sources.values()))
+    return answers(source.collated(next(iter(source.parts)), [0]))
 
 
 # The file ------------------------------------------------------------------------------------------------------------

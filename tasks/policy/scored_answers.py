@@ -82,7 +82,7 @@ def score_answers(
     answers = Answers.of(batch, exchanges, samples=1, tokenizer=tokenizer)
     values = rewards.score(answers, device=device)  # (B, R)
     is_ended = torch.tensor(written.is_ended, device=device)
-    scores = rewards.total(values) - missing_end_penalty * ~is_ended
+    scores = rewards.total(values, answers) - missing_end_penalty * ~is_ended
     joined = join(exchanges, pad_id=pad_token(tokenizer), device=device)
     joined["labels"] = joined["labels"].masked_fill(scores.isnan().unsqueeze(-1), IGNORED)
     return Rollout(batch=joined, answers=answers, is_ended=is_ended, scores=scores, components=values)

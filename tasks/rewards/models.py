@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tasks.rewards.answers import Answers
 from tasks.scores.scoring import sequence_scores
 from tasks.text.sequences import Exchange, encode_prompt, join, pad_token, read_alike
 from trainer import ModelHandle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from tasks.rewards.running import Answers
 
 
 class ModelScorer:

@@ -13,8 +13,9 @@ from torch import Tensor
 from tasks.teacher_cache.key import CacheOptions, Reading, check_tokens, data_parts, find_token_problems, teacher_parts
 from tasks.teacher_cache.reader import TeacherCache
 from tasks.teacher_cache.recording import live_entries, load_batch
-from tasks.teacher_cache.rows import DIGEST_BYTES, describe_examples, describe_rows
+from tasks.teacher_cache.rows import DIGEST_BYTES, describe_examples
 from tasks.teacher_cache.shards import Array
+from tasks.text.language import MASKS
 from trainer import ConfigError, ModelHandle, MultiModelTrainer, gather, refuse_together
 
 log = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def _check_sample(trainer: MultiModelTrainer, cache: TeacherCache, teacher: Mode
     size = next(iter(trainer.sources.values())).batch_size
     examples = list(islice(describe_examples(trainer.sources, mask=cache.key.mask, rank=0, world_size=1), size))
     batch = load_batch(trainer, [example for example in examples if example.part == examples[0].part])
-    counted = describe_rows(batch, mask=cache.key.mask).kept
+    counted = MASKS[cache.key.mask](batch)
     stored, labels = cache.lookup(batch, counted)
     live = live_entries(teacher, batch, counted, cache.key)
     difference = max(_distance(live.log_probs, stored.log_probs), _distance(live.label_log_probs, labels))

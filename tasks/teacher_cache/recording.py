@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from tasks.losses import TopTokens, cross_entropy
 from tasks.teacher_cache.key import CacheKey, CacheOptions, check_tokens, find_token_problems, make_key
 from tasks.teacher_cache.manifest import MANIFEST, Manifest, read_manifest, write_manifest
 from tasks.teacher_cache.reader import TeacherCache, layout_of
-from tasks.teacher_cache.rows import Example, describe_examples, describe_rows
+from tasks.teacher_cache.rows import Example, describe_examples
 from tasks.teacher_cache.shards import (
     Entries,
     Layout,
@@ -29,8 +28,8 @@ from tasks.teacher_cache.shards import (
     share_of,
     write_shard,
 )
-from tasks.text.language import counted_logits, next_tokens
-from trainer import Batch, ConfigError, ModelHandle, MultiModelTrainer, gather, refuse_together
+from tasks.text.language import MASKS, counted_logits, next_tokens
+from trainer import Batch, ConfigError, ModelHandle, MultiModelTrainer, gather, refuse_together, to_device
 
 log = logging.getLogger(__name__)
 
@@ -227,7 +226,7 @@ def _entries_of(
 ) -> Iterator[Entries]:
     """Yields the entries of each example of a batch."""
     batch = load_batch(trainer, examples)
-    kept = describe_rows(batch, mask=key.mask).kept
+    kept = MASKS[key.mask](batch)
     entries = live_entries(teacher, batch, kept, key)
     if np.isnan(entries.log_probs).any() or np.isnan(entries.label_log_probs).any():
         raise RuntimeError(
@@ -242,10 +241,9 @@ def _entries_of(
 
 def load_batch(trainer: MultiModelTrainer, examples: Sequence[Example]) -> Batch:
     """Returns examples of one set, collated and on the trainer's device."""
-    source = trainer.sources[examples[0].source]
-    dataset: Any = source.train if examples[0].part == "train" else source.validation
-    batch = source.collate([dataset[example.index] for example in examples])
-    return {name: value.to(trainer.device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+    first = examples[0]
+    batch = trainer.sources[first.source].collated(first.part, [example.index for example in examples])
+    return to_device(batch, trainer.device)
 
 
 @torch.no_grad()

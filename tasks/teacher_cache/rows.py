@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from tasks.text.language import MASKS, next_tokens, real_tokens
 from trainer import Batch, TrainingData
@@ -48,7 +47,7 @@ def describe_rows(batch: Batch, *, mask: str) -> Rows:
     positions = batch.get("position_ids", counts)
     table = torch.stack([tokens, labels, positions.expand_as(tokens)], -1).to(torch.int32)  # (B, T, 3)
     digests = [_digest(row[is_real].numpy().tobytes()) for row, is_real in zip(table, real, strict=True)]
-    return Rows(digests=np.array(digests, dtype=f"S{DIGEST_BYTES}"), kept=MASKS[mask](batch) & real[:, 1:])
+    return Rows(digests=np.array(digests, dtype=f"S{DIGEST_BYTES}"), kept=MASKS[mask](batch))
 
 
 def _digest(content: bytes) -> bytes:
@@ -71,28 +70,28 @@ class Example:
     largest: int
 
 
-def describe_examples(sources: dict[str, TrainingData], *, mask: str, rank: int, world_size: int) -> Iterator[Example]:
-    """Yields this rank's share of all examples, train before validation, those without an entry left out."""
-    for name, source in sources.items():
-        for part, dataset in (("train", source.train), ("validation", source.validation)):
-            if dataset is not None:
-                yield from _describe(name, part, dataset, source, mask=mask, rank=rank, world_size=world_size)
-
-
-def _describe(
-    name: str, part: str, dataset: Dataset[Any], source: TrainingData, *, mask: str, rank: int, world_size: int
+def describe_examples(
+    sources: Mapping[str, TrainingData], *, mask: str, rank: int, world_size: int
 ) -> Iterator[Example]:
-    num_examples, size = len(dataset), source.batch_size  # type: ignore[arg-type]
-    for start in range(rank * size, num_examples, world_size * size):
-        places = range(start, min(start + size, num_examples))
-        batch = source.collate([dataset[place] for place in places])
+    """Yields this rank's share of all examples, train before validation, those without an entry left out."""
+    for name, part, indices in shares(sources, rank=rank, world_size=world_size):
+        batch = sources[name].collated(part, indices)
         rows = describe_rows(batch, mask=mask)
         counts = rows.kept.sum(-1).tolist()
         tokens = next_tokens(batch, rows.kept.to(batch["labels"].device))
         digests, begun = rows.digests.tobytes(), 0
-        for row, (place, count) in enumerate(zip(places, counts, strict=True)):
+        for row, (index, count) in enumerate(zip(indices, counts, strict=True)):
             digest = digests[row * DIGEST_BYTES : (row + 1) * DIGEST_BYTES]
             if count:
                 largest = int(tokens[begun : begun + count].max())
-                yield Example(source=name, part=part, index=place, digest=digest, num_kept=count, largest=largest)
+                yield Example(source=name, part=part, index=index, digest=digest, num_kept=count, largest=largest)
             begun += count
+
+
+def shares(sources: Mapping[str, TrainingData], *, rank: int, world_size: int) -> Iterator[tuple[str, str, range]]:
+    """Yields this rank's share of all examples, a batch at a time: the set's name, its part, and the indices there."""
+    for name, source in sources.items():
+        for part, dataset in source.parts.items():
+            size, num_examples = source.batch_size, len(dataset)  # type: ignore[arg-type]
+            for start in range(rank * size, num_examples, world_size * size):
+                yield name, part, range(start, min(start + size, num_examples))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from tasks.roles import find_member_problems
 from tasks.text.sequences import Interpreter
 from tasks.values import find_role_problems
 from trainer import ConfigError
@@ -24,37 +25,6 @@ def find_naming_problems(*, student: Any, teacher: Any) -> list[str]:
 def find_pair_problems(trainable: Mapping[str, bool], *, student: str, teacher: str, stage: str) -> list[str]:
     """Returns what is wrong with a run's models; arguments as in `TaskModule.check_models`."""
     return find_member_problems(trainable, trained=[("student", student)], frozen=[("teacher", teacher)], stage=stage)
-
-
-def find_member_problems(
-    trainable: Mapping[str, bool],
-    *,
-    trained: Sequence[tuple[str, str]],
-    frozen: Sequence[tuple[str, str]],
-    stage: str,
-) -> list[str]:
-    """Returns which models of a task are not there, and which are trained or frozen and must not be.
-
-    Args:
-        trainable, stage: As in `TaskModule.check_models`.
-        trained: Role, as it stands under `task`, and name of each model that is trained; `frozen` likewise.
-    """
-    problems = [
-        f"task.{role}={name}: models has no {name}, only {', '.join(trainable)}"
-        for role, name in (*trained, *frozen)
-        if name not in trainable
-    ]
-    problems += [
-        f"models.{name}.trainable=false, but task.{role} trains it; set it to true"
-        for role, name in trained
-        if stage == "fit" and trainable.get(name) is False
-    ]
-    problems += [
-        f"models.{name}.trainable=true, but task.{role} is frozen; set it to false"
-        for role, name in frozen
-        if trainable.get(name)
-    ]
-    return problems
 
 
 def known_tokenizers(

@@ -47,6 +47,7 @@ MAX_WINDOWS = 16  # that are searched for a trained token
 MAX_TOKENS, MAX_COUNTED = 256, 256  # of the sample that the models score: logits of a large vocabulary are large
 MAX_TEXTS = 32  # that both tokenizers read
 SHOWN_TOKENS = 96  # of the example in the log
+NO_TEACHER = "not checked: no teacher in memory reads the student's token ids"
 
 Mask = Callable[[Batch], Tensor]
 
@@ -299,15 +300,12 @@ def marked_text(ids: Sequence[int], is_trained: Sequence[bool], tokenizer: PreTr
 
 
 def _check_trained(subject: Subject, sample: _Sample) -> Finding:
-    finding = Finding(
-        fact="" if subject.teachers else "not checked: no teacher in memory reads the student's token ids"
-    )
-    facts = []
+    if not subject.teachers:
+        return Finding(fact=NO_TEACHER)
+    finding, facts = Finding(), []
     for name in subject.teachers:
         logits, labels = sample.score(subject, name)
-        total = (
-            F.cross_entropy(logits, labels, reduction="sum").double() if len(labels) else logits.new_zeros(()).double()
-        )
+        total = F.cross_entropy(logits, labels, reduction="sum").double()
         sums = torch.stack([total, torch.full_like(total, len(labels)), torch.full_like(total, logits.shape[-1])])
         entropy_sum, count, sizes = sum_over_ranks(sums).tolist()
         entropy, chance = entropy_sum / max(1, count), math.log(sizes / subject.task.trainer.world_size)
@@ -319,17 +317,16 @@ def _check_trained(subject: Subject, sample: _Sample) -> Finding:
                 f"models.{name} knows no more than chance ({said}); check its weights, and that its tokenizer is the "
                 "data's"
             )
-    finding.fact = finding.fact or "; ".join(facts)
+    finding.fact = "; ".join(facts)
     return finding
 
 
 def _check_different(subject: Subject, sample: _Sample) -> Finding:
-    finding = Finding(
-        fact="" if subject.teachers else "not checked: no teacher in memory reads the student's token ids"
-    )
-    facts = []
+    if not subject.teachers:
+        return Finding(fact=NO_TEACHER)
+    finding, facts = Finding(), []
+    logits, labels = sample.score(subject, subject.student)
     for name in subject.teachers:
-        logits, labels = sample.score(subject, subject.student)
         others, _ = sample.score(subject, name)
         if logits.shape == others.shape:
             gap = (logits.log_softmax(-1) - others.log_softmax(-1)).abs().amax(-1)
@@ -345,7 +342,7 @@ def _check_different(subject: Subject, sample: _Sample) -> Finding:
                 f"models.{name} and models.{subject.student} predict the same on all {total} tokens: there is nothing "
                 f"to distil; {_why_same(subject, name)}"
             )
-    finding.fact = finding.fact or "; ".join(facts)
+    finding.fact = "; ".join(facts)
     return finding
 
 

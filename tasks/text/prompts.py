@@ -24,13 +24,13 @@ def longest_prompt(sources: Mapping[str, TrainingData], *, trains: bool = True) 
     Args:
         trains: Whether those of the training examples are answered too.
     """
-    datasets = [part for one in sources.values() for part in ((one.train if trains else None), one.validation)]
+    datasets = [dataset for one in sources.values() for part, dataset in one.parts.items() if trains or part != "train"]
     return max((_prompt_length(item) for dataset in datasets for item in _items(dataset)), default=1)
 
 
 def _items(dataset: Any) -> Iterator[Mapping[str, Any]]:
     # A user's own items may be anything, from which only a collate makes prompts.
-    items = (dataset[index] for index in range(0 if dataset is None else len(dataset)))
+    items = (dataset[index] for index in range(len(dataset)))
     return (item for item in items if isinstance(item, Mapping) and ("prompt_input_ids" in item or "labels" in item))
 
 

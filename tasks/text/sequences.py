@@ -88,10 +88,11 @@ def answer_mask(columns: Sequence[int], lengths: Sequence[int], *, like: Tensor)
     return (positions >= first - 1) & (positions < first - 1 + count)
 
 
-def refuse_packed(batch: Batch) -> None:
-    """Raises ConfigError for rows of several documents, whose prompts cannot be told apart."""
-    if "position_ids" in batch:
-        raise ConfigError("data.packing=true puts several examples into one row; this task needs data.packing=false")
+def find_packing_problem(batch: Batch, key: str) -> list[str]:
+    """Returns the problem of rows of several documents, whose prompts cannot be told apart; `key` is their set's."""
+    if "position_ids" not in batch:
+        return []
+    return [f"{key}: a row holds several examples, but this task needs rows of one each: data.packing=false"]
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

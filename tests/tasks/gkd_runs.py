@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tasks.generation import GenerationOptions, row_seeds
 from tasks.generation.draws import TokenDraws
-from tasks.gkd import GkdTask
+from tasks.gkd import GKDTask
 from tests.tasks.distill_runs import QUIET
 from tests.tasks.sequence_runs import ENDS, prompt_of, tokenizer
 from tests.tasks.task_runs import (
@@ -70,9 +70,9 @@ def make_data(batch_size: int) -> TrainingData:
     )
 
 
-def make_task(**options: Any) -> GkdTask:
+def make_task(**options: Any) -> GKDTask:
     generation = {"max_new_tokens": OPTIONS.max_new_tokens, "temperature": OPTIONS.temperature}
-    return GkdTask(terms=TERMS, generation=generation, preflight=QUIET, **options)
+    return GKDTask(terms=TERMS, generation=generation, preflight=QUIET, **options)
 
 
 def run_case(name: str, world_size: int) -> dict[str, Any]:

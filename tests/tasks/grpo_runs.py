@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaForSequenceClassification
 
-from tasks.grpo import GrpoTask
+from tasks.grpo import GRPOTask
 from tasks.text.prompts import prompts_of
 from tests.tasks.task_runs import LR, VOCABULARY, fit, frozen, llama, trained, zero
 from tests.tasks.tiny_tokenizers import CHARACTERS, make_tokenizer
-from trainer import Batch, CheckpointPlan, ModelSpec, TrainingData, distributed
+from trainer import Batch, CheckpointPlan, ConfigError, ModelSpec, TrainingData, distributed
 from trainer.data.prompts import PromptDataset, PromptRows
 
 STEPS, SAMPLES, NEW, TEMPERATURE = 3, 4, 6, 1.3
@@ -49,10 +50,17 @@ def nothing(completions: Sequence[str]) -> list[None]:
     return [None] * len(completions)
 
 
+def for_a_while(completions: Sequence[str]) -> list[float | None]:
+    """Something on rank 0 in the first window, and from then on nothing."""
+    has_begun = Recorded.now is not None and bool(Recorded.now.trainer.global_step)
+    return [None if has_begun or not distributed.is_main() else float(len(text)) for text in completions]
+
+
 REWARDS: dict[str, Any] = {
     "distinct": {"function": f"{HERE}.distinct", "scale": 0.3},
     "early": {"function": f"{HERE}.early", "weight": 2.0},
 }
+CONSTANT = {"function": f"{HERE}.constant"}
 KL = {"weight": 0.2}
 # Name to the task's settings, and the actor's micro-batches per update where a window has two.
 CASES: dict[str, dict[str, Any]] = {
@@ -88,11 +96,14 @@ def prompts() -> PromptDataset:
     return PromptRows().build(rows, tokenizer(), block_size=16)
 
 
-class Recorded(GrpoTask):
+class Recorded(GRPOTask):
     """Keeps what was written: by window and micro-batch, rows of (example, prompt, answer, components, has ended)."""
+
+    now: Recorded | None = None  # the last one
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        Recorded.now = self
         self.windows: list[list[dict[str, Any]]] = []
 
     def prepare_batch(self, batch: Batch) -> Batch:
@@ -170,14 +181,40 @@ def run_cases(folder: Path) -> dict[str, Any]:
     found["accumulated"] = run(CASES["plain"], accumulation=2)
     found["updates"] = run(CASES["passes"], accumulation=2, updates=2)
     found["untapped"] = run({**CASES["plain"], "fused": False})
-    found["alike"] = run({}, rewards={"constant": {"function": f"{HERE}.constant"}})
-    found["unrewarded"] = run({}, rewards={"nothing": {"function": f"{HERE}.nothing"}})
+    found["alike"] = run({}, rewards={"constant": CONSTANT})
+    found["unrewarded"] = run_unrewarded()
+    try:
+        run({}, rewards={"nothing": {"function": f"{HERE}.nothing"}, "constant": {"weight": 0.0, **CONSTANT}})
+    except ConfigError as error:
+        found["nothing"] = error.problems
     found["judged"] = run({}, rewards={"helpful": {"model": "judge", "weight": 2.0}, **REWARDS})
     lora = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}
     found["adapter"] = run({"reference": "adapter", "kl": KL}, lora=lora)
     if distributed.world_size() == 2:
         found["resumed"] = run_in_parts(folder)
     return found
+
+
+def run_unrewarded() -> dict[str, Any]:
+    """Returns a run that has rewards in its first window only, and what it warned of."""
+    warned = Warnings()
+    logging.getLogger("tasks.policy.health").addHandler(warned)
+    try:
+        found = run({}, rewards={"for_a_while": {"function": f"{HERE}.for_a_while"}})
+    finally:
+        logging.getLogger("tasks.policy.health").removeHandler(warned)
+    return {**found, "warned": warned.messages}
+
+
+class Warnings(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
 
 
 def run_in_parts(folder: Path) -> dict[str, Any]:

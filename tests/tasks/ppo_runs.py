@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForTokenClassification
 
 from tasks.generation import GenerationOptions, Written
+from tasks.policy.scored_answers import Rollout
 from tasks.ppo import PPOTask
 from tests.tasks.normalisation_runs import Weights
 from tests.tasks.sequence_runs import ENDS, tokenizer
@@ -19,6 +21,7 @@ from tests.tasks.task_runs import PAD, VOCABULARY, Watch, zero
 from tests.tasks.tiny_tokenizers import CHARACTERS
 from tests.trainer.test_trainer import reset_accelerate
 from trainer import IGNORED, Batch, CheckpointPlan, ModelSpec, MultiModelTrainer, TrainingData, distributed
+from trainer.export import ExportError, export_model, rescore
 from trainer.handle import gathered_state_dict
 
 LR, NEW, EPOCHS = {"actor": 0.5, "critic": 0.05}, 6, 2
@@ -116,17 +119,30 @@ class Recorded(PPOTask):
         if self.writes_script:
             self.writer = Scripted()
         self.rollouts: list[list[list[dict[str, Any]]]] = []
+        self.held_out: list[list[dict[str, Any]]] = []  # by validation
         self._micro_batches: list[list[dict[str, Any]]] = []
 
     def prepare_batch(self, batch: Batch) -> Batch:
         prepared = super().prepare_batch(batch)
-        tokens, labels, attended = (prepared[key] for key in ("input_ids", "labels", "attention_mask"))
+        self._micro_batches.append(self._rows_of(prepared))
+        return prepared
+
+    def on_validation_start(self) -> None:
+        self.held_out.append([])
+
+    def _judge(self, rollout: Rollout) -> Batch:
+        judged = super()._judge(rollout)
+        if self.held_out and not self.models["actor"].module.training:
+            self.held_out[-1] += self._rows_of(judged)
+        return judged
+
+    def _rows_of(self, batch: Batch) -> list[dict[str, Any]]:
+        tokens, labels, attended = (batch[key] for key in ("input_ids", "labels", "attention_mask"))
         rows = [
             {"index": index, "tokens": row[mask != 0].tolist(), "answer": own[own != IGNORED].tolist()}
             for index, row, own, mask in zip(self.trainer.indices[""], tokens, labels, attended, strict=True)
         ]
-        self._micro_batches.append([] if self.trainer.is_filler else rows)
-        return prepared
+        return [] if self.trainer.is_filler else rows
 
     def prepare_window(self, batches: list[Batch], *, is_filler: Sequence[bool]) -> list[Batch]:
         self.rollouts.append(self._micro_batches)
@@ -146,6 +162,8 @@ def run(
     resume: Path | None = None,
     is_scripted: bool = False,
     critic_tokens: int = VOCABULARY,
+    lora: dict[str, Any] | None = None,
+    twin: bool = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Returns the weights after a run and what it noted; every rank must call it.
@@ -153,29 +171,37 @@ def run(
     Args:
         batch_size: Of all ranks together.
         own: Micro-batches per update of each trained model; default: 1, so mini-batches.
+        lora: The actor's.
+        twin: Whether the reference is what the actor's base model is.
     """
     reset_accelerate()
     task, watch = Recorded(**{**SETTINGS, **settings}), Watch()
     task.writes_script = is_scripted
+    roles = task.models_for("fit", list(STAGES))
     trainer = MultiModelTrainer(
-        {role: zero(stage) for role, stage in STAGES.items()},
+        {role: zero(STAGES[role]) for role in roles},
         max_steps=steps,
         stop_at_step=stop_at_step,
         gradient_accumulation_steps=accumulation,
         log_every=1,
         callbacks={"watch": watch},
         folder=folder,
-        checkpoint=CheckpointPlan() if folder is not None else None,
+        checkpoint=CheckpointPlan() if folder is not None and lora is None else None,
     )
     models = {
         role: ModelSpec(
-            build=functools.partial(build, role, critic_tokens if role == "critic" else VOCABULARY),
+            build=functools.partial(
+                build,
+                "actor" if twin and role == "reference" else role,
+                critic_tokens if role == "critic" else VOCABULARY,
+            ),
             trainable=role in LR,
             dtype=torch.float32,
             optimizer=functools.partial(torch.optim.SGD, lr=LR[role]) if role in LR else None,
             gradient_accumulation_steps=(own or dict.fromkeys(LR, 1))[role] if role in LR else None,
+            lora=lora if role == "actor" else None,
         )
-        for role in STAGES
+        for role in roles
     }
     rows: Any = prompts(count, seed=0)
     held_out: Any = prompts(5, seed=1)
@@ -195,13 +221,76 @@ def run(
         "weights": weights,
         "engines": {name: (type(model.engine).__name__, model.stage) for name, model in trainer.models.items()},
         "rollouts": task.rollouts,
+        "held_out": task.held_out,
+        "export": check_export(trainer, folder) if lora and folder is not None else None,
         "steps": watch.steps,
         "validations": watch.validations,
         "state": task.state_dict(),
     }
 
 
+def check_export(trainer: MultiModelTrainer, folder: Path) -> str:
+    """Returns what is said of a critic's export that lacks its head; that of a right one, and the actor's, pass."""
+    for name in LR:
+        build_of = functools.partial(build, name)
+        export_model(trainer.models[name], folder / name, tokenizer=None, build={})
+        rescore(trainer, name, folder / name, build=lambda dtype: build_of().to(dtype), tolerance=1e-3)  # noqa: B023
+    file = folder / "critic" / "model.safetensors"
+    if distributed.is_main():
+        weights = load_file(file)
+        save_file({**weights, "score.weight": weights["score.weight"] + 0.1}, file, metadata={"format": "pt"})
+    distributed.barrier()
+    try:
+        rescore(trainer, "critic", folder / "critic", build=build, tolerance=1e-3)
+    except ExportError as error:
+        return str(error)
+    return ""
+
+
 # The same by hand
+
+
+def read(model: Any, one: dict[str, Any], chosen: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Of each token of the answer: its log-probability and the entropy, (n,)."""
+    tokens, size = torch.tensor([one["tokens"]]), len(one["answer"])
+    logits = model(input_ids=tokens).logits[0, -size - 1 : -1] / chosen["generation"].get("temperature", 1.0)
+    log_p = logits.log_softmax(-1)
+    return log_p[range(size), one["answer"]], -(log_p.exp() * log_p).sum(-1)
+
+
+def value(critic: Any, one: dict[str, Any]) -> Tensor:
+    """What the critic says before each token of the answer, (n,)."""
+    found: Tensor = critic(input_ids=torch.tensor([one["tokens"]])).logits[0, -len(one["answer"]) - 1 : -1, 0]
+    return found
+
+
+def score(one: dict[str, Any], rows: Sequence[dict[str, Any]], chosen: dict[str, Any]) -> float:
+    letters = [CHARACTERS[token - FIRST_LETTER] for token in one["answer"] if token >= FIRST_LETTER]
+    total = 2.0 * sum(letter in VOWELS for letter in letters) + rows[one["index"]]["columns"]["bonus"]
+    is_ended = bool(one["answer"]) and one["answer"][-1] in ENDS
+    return float(total - (0 if is_ended else chosen["missing_end_penalty"]))
+
+
+@torch.no_grad()
+def judge(
+    answers: Sequence[dict[str, Any]], models: Any, rows: Any, chosen: dict[str, Any], coefficient: float
+) -> None:
+    """Adds to each answer what the models say of it, its advantages ("raw") and its returns ("return")."""
+    for one in answers:
+        one["old"], one["near"] = (read(models[role], one, chosen)[0] for role in ("actor", "reference"))
+        one["value"], size = value(models["critic"], one), len(one["answer"])
+        if chosen["kl"].get("place", "reward") == "reward":
+            reward = -coefficient * (one["old"] - one["near"])
+        else:
+            reward = torch.zeros(size, dtype=torch.float64)
+        if size:
+            reward[-1] += score(one, rows, chosen)
+        after = torch.cat([one["value"], torch.zeros(1)])
+        delta = reward + chosen["gamma"] * after[1:] - one["value"]
+        decay = chosen["gamma"] * chosen["lam"]
+        sums = [sum(decay**k * delta[t + k] for k in range(size - t)) for t in range(size)]
+        one["raw"] = torch.stack(sums) if sums else torch.zeros(0)  # type: ignore[arg-type]
+        one["return"] = one["raw"] + one["value"]
 
 
 def by_hand(rollouts: Sequence[Sequence[Sequence[dict[str, Any]]]], *, every: int = 1, **settings: Any) -> Any:
@@ -214,52 +303,17 @@ def by_hand(rollouts: Sequence[Sequence[Sequence[dict[str, Any]]]], *, every: in
     chosen = {**SETTINGS, **settings}
     models = {role: build(role).double() for role in STAGES}
     optimizers = {role: torch.optim.SGD(models[role].parameters(), lr=lr) for role, lr in LR.items()}
-    rows, kl_options, loss = prompts(100, seed=0), chosen["kl"], chosen["loss"]
+    kl_options, loss = chosen["kl"], chosen["loss"]
     coefficient, last_kl, coefficients = kl_options["weight"], None, []
-    temperature = chosen["generation"].get("temperature", 1.0)
-
-    def read(role: str, one: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Of each token of the answer: its log-probability and the entropy, (n,)."""
-        tokens, size = torch.tensor([one["tokens"]]), len(one["answer"])
-        logits = models[role](input_ids=tokens).logits[0, -size - 1 : -1] / temperature
-        log_p = logits.log_softmax(-1)
-        return log_p[range(size), one["answer"]], -(log_p.exp() * log_p).sum(-1)
-
-    def value(one: dict[str, Any]) -> Tensor:
-        tokens, size = torch.tensor([one["tokens"]]), len(one["answer"])
-        found: Tensor = models["critic"](input_ids=tokens).logits[0, -size - 1 : -1, 0]
-        return found
-
-    def score(one: dict[str, Any]) -> float:
-        letters = [CHARACTERS[token - FIRST_LETTER] for token in one["answer"] if token >= FIRST_LETTER]
-        total = 2.0 * sum(letter in VOWELS for letter in letters) + rows[one["index"]]["columns"]["bonus"]
-        is_ended = bool(one["answer"]) and one["answer"][-1] in ENDS
-        return float(total - (0 if is_ended else chosen["missing_end_penalty"]))
 
     for rollout in rollouts:
         answers = [dict(one) for micro in rollout for one in micro]
-        with torch.no_grad():
-            for one in answers:
-                one["old"], one["near"], one["value"] = read("actor", one)[0], read("reference", one)[0], value(one)
         if last_kl is not None and kl_options.get("target") is not None:
             error = min(max(last_kl / kl_options["target"] - 1, -0.2), 0.2)
             coefficient *= 1 + kl_options["gain"] * error
         coefficients.append(coefficient)
+        judge(answers, models, prompts(100, seed=0), chosen, coefficient)
         last_kl = sum(float((one["old"] - one["near"]).sum()) for one in answers) / len(answers)
-        for one in answers:
-            size = len(one["answer"])
-            if kl_options.get("place", "reward") == "reward":
-                reward = -coefficient * (one["old"] - one["near"])
-            else:
-                reward = torch.zeros(size, dtype=torch.float64)
-            if size:
-                reward[-1] += score(one)
-            after = torch.cat([one["value"], torch.zeros(1)])
-            delta = reward + chosen["gamma"] * after[1:] - one["value"]
-            decay = chosen["gamma"] * chosen["lam"]
-            sums = [sum(decay**k * delta[t + k] for k in range(size - t)) for t in range(size)]
-            one["raw"] = torch.stack(sums) if sums else torch.zeros(0)  # type: ignore[arg-type]
-            one["return"] = one["raw"] + one["value"]
         everything = torch.cat([one["raw"] for one in answers])
         for one in answers:
             is_white = chosen.get("whiten", True)
@@ -273,7 +327,7 @@ def by_hand(rollouts: Sequence[Sequence[Sequence[dict[str, Any]]]], *, every: in
             for update in updates:
                 policy, regression, count = torch.zeros(()), torch.zeros(()), 0
                 for one in (answers[index] for index in update):
-                    log_p, entropy = read("actor", one)
+                    log_p, entropy = read(models["actor"], one, chosen)
                     ratio = (log_p - one["old"]).exp()
                     gain = torch.minimum(
                         ratio * one["advantage"],
@@ -283,7 +337,7 @@ def by_hand(rollouts: Sequence[Sequence[Sequence[dict[str, Any]]]], *, every: in
                     if kl_options.get("place") == "loss":
                         apart = one["near"] - log_p
                         policy = policy + coefficient * (apart.exp() - 1 - apart).sum()
-                    new, old = value(one), one["value"]
+                    new, old = value(models["critic"], one), one["value"]
                     near = old + (new - old).clamp(-loss["value_clip"], loss["value_clip"])
                     worse = torch.maximum((new - one["return"]) ** 2, (near - one["return"]) ** 2)
                     regression, count = regression + worse.sum() / 2, count + len(one["answer"])
@@ -302,12 +356,15 @@ def by_hand(rollouts: Sequence[Sequence[Sequence[dict[str, Any]]]], *, every: in
 WHOLE = {"batch_size": 8, "accumulation": 1}  # one update of each model in each pass
 CUT = {"batch_size": 2, "accumulation": 4, "own": dict.fromkeys(LR, 4)}  # the same in four micro-batches
 UNEVEN = {"count": 13, "batch_size": 4, "accumulation": 2}  # the last micro-batch has one prompt: on 2 ranks a filler
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}
 LOSS: dict[str, Any] = {"kl": {"weight": 0.3, "place": "loss", "estimator": "k3"}, "whiten": False}
 
 
 def run_all(folder: Path) -> dict[str, Any]:
     """Returns what each run found; every rank must call it."""
     found = {"mini": run(), "whole": run(**WHOLE), "uneven": run(**UNEVEN), "resumed": run_in_parts(folder)}
+    found["adapter"] = run(**WHOLE, lora=LORA, reference="adapter", folder=folder / "adapter")
+    found["twin"] = run(**WHOLE, lora=LORA, twin=True)
     if distributed.world_size() == 1:
         found["cut"] = run(**CUT)
         found["scripted"] = run(**WHOLE, **LOSS, is_scripted=True)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tasks.logits.heads import HeadTaps
-from tasks.sft import SftTask
+from tasks.sft import SFTTask
 from tests.tasks import normalisation_runs as normalisation
 from tests.tasks.task_runs import (
     LR,
@@ -35,7 +35,7 @@ from trainer.data.text import TextDataset
 ADAPTER = {"r": 4, "target_modules": "all-linear"}
 
 
-class DenseSft(SftTask):
+class DenseSft(SFTTask):
     """Of a model whose head cannot be tapped."""
 
     def setup(self, stage: str) -> None:
@@ -103,7 +103,7 @@ def run_sft(world_size: int) -> dict[str, Any]:
     examples = TextDataset(normalisation.make_examples(), prompts=[])
     blocks = TextDataset(pack(normalisation.make_examples(), normalisation.BLOCK), prompts=[])
 
-    def update(name: str, layout: tuple[int, int], *, kind: type[SftTask] = SftTask, mask: str = "completion",
+    def update(name: str, layout: tuple[int, int], *, kind: type[SFTTask] = SFTTask, mask: str = "completion",
                stage: int = 2, data: Any = examples, side: Any = "right") -> None:  # fmt: skip
         weights = normalisation.fit(
             kind(student="model", mask=mask), layout, stage=stage, data=data, build=tiny_llama,
@@ -123,7 +123,7 @@ def run_sft(world_size: int) -> dict[str, Any]:
 
     def run(*, mask: str = "completion", **options: Any) -> Any:
         models = {"student": trained(llama, "small", **options)}
-        return fit(SftTask(mask=mask), models, {"student": zero(3)}, shared_data(world_size))[1]
+        return fit(SFTTask(mask=mask), models, {"student": zero(3)}, shared_data(world_size))[1]
 
     return {
         "differences": differences,

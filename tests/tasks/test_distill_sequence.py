@@ -196,8 +196,8 @@ def test_a_written_sample_is_logged_once(caplog: pytest.LogCaptureFixture) -> No
 
     ((name, table),) = task.trainer.tables
     assert (name, table["columns"]) == ("teacher_answers", ["prompt", "answer"])
-    assert [row[1] for row in table["rows"]] == ["ab<end>", "cab"]
-    assert len([record for record in caplog.records if "wrote 'ab<end>'" in record.message]) == 1
+    assert [row[1] for row in table["rows"]] == ["ab", "cab"]
+    assert len([record for record in caplog.records if "wrote 'ab'" in record.message]) == 1
 
 
 def test_wrong_values_are_refused_together() -> None:
@@ -232,8 +232,9 @@ def test_models_and_data_that_do_not_fit_are_refused() -> None:
     assert task.check_models({"student": False, "teacher": False}, stage="validate") == []
     assert "models has no teacher" in task.check_models({"student": True}, stage="fit")[0]
     assert "no model brings a tokenizer" in task.check_tokenizers({"student": None, "teacher": None})[0]
-    with pytest.raises(ConfigError, match=r"data\.packing=false"):
-        ready_task([[END]]).prepare_batch({**batch_of(*TWO), "position_ids": torch.zeros(2, 5)})
+    packed = {**batch_of(*TWO), "position_ids": torch.zeros(2, 5)}
+    assert task.check_batch(batch_of(*TWO), "data.train") == []
+    assert task.check_batch(packed, "data.train")[0].startswith("data.train: a row holds several examples")
 
 
 @pytest.fixture(scope="module")

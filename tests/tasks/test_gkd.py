@@ -17,7 +17,7 @@ from torch import Tensor
 from trl.experimental.gkd import GKDTrainer
 
 from tasks.generation import Written
-from tasks.gkd import GkdTask
+from tasks.gkd import GKDTask
 from tasks.losses import generalised_jsd
 from tests.ranks import run_ranks
 from tests.tasks import gkd_runs
@@ -137,7 +137,7 @@ class Script:
 def ready_task(
     *answers: list[int], terms: Any = KL, vocabulary: int = VOCABULARY, sources: Any = (), **options: Any
 ) -> Any:
-    task = GkdTask(terms=terms, **{"lmbda": 1.0, **options})
+    task = GKDTask(terms=terms, **{"lmbda": 1.0, **options})
     tables: list[Any] = []
     teacher = llama("padded" if vocabulary > VOCABULARY else "large")
     task.models = {
@@ -321,10 +321,11 @@ def test_answers_are_shown_beside_those_of_the_data():
     task.prepare_batch(data)
     task.prepare_batch(data)  # a second micro-batch of the same step
 
-    (own, table), (draws, _) = task.trainer.tables
+    (own, table), (draws, drawn) = task.trainer.tables
     assert (own, draws) == ("student_answers", "student_draws")
     assert table["columns"] == ["prompt", "answer", "answer of the data"]
-    assert [row[1:] for row in table["rows"]] == [["d<end>", "a"], ["e", "b"], ["f", "c"]]
+    assert [row[1:] for row in table["rows"]] == [["d", "a"], ["e", "b"], ["f", "c"]]
+    assert drawn["step"] == table["step"] + 1, "of the step that learns from them"
 
 
 def test_validation_is_of_greedy_text():
@@ -340,19 +341,37 @@ def test_validation_is_of_greedy_text():
     assert metrics["forward_kl"][0] != metrics["on_policy/forward_kl"][0]
 
 
+def test_answers_that_grow_without_an_end_are_warned_of_once(caplog: pytest.LogCaptureFixture):
+    def run(task: Any, lengths: list[float]) -> list[str]:
+        caplog.clear()
+        for length in lengths:
+            task.trainer.global_step += 1
+            task.on_train_step_end({"train/student/answer_tokens": length, "train/student/ended": 0.5})
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    task, other = (ready_task([40], [41], [42], health={"steps": 2, "max_length": 2.0}) for _ in range(2))
+    assert run(task, [8.0, 8.0, 15.0]) == []
+    other.load_state_dict(task.state_dict())
+    other.trainer.global_step = task.trainer.global_step
+
+    (told,) = run(other, [20.0, 30.0])
+
+    assert told.startswith("step 4: answers rose from 8 to 17.5 tokens") and "task.health.max_length=2" in told
+
+
 # The teacher cache ----------------------------------------------------------------------------------------------------
 
 
 def test_a_cache_serves_the_steps_on_the_data_and_needs_the_teacher_for_the_others():
-    task = GkdTask(terms=KL, cache={"path": "there-is-none"}, lmbda=0.5)
+    task = GKDTask(terms=KL, cache={"path": "there-is-none"}, lmbda=0.5)
     problems = task.check_models({"student": True}, stage="fit")
 
     assert [problem for problem in problems if "task/teacher=live" in problem and "task.lmbda=0" in problem]
     assert not [p for p in task.check_models({"student": True, "teacher": False}, stage="fit") if "lmbda" in p]
     assert not [p for p in task.check_models({"student": True}, stage="validate") if "lmbda" in p]
-    without = GkdTask(terms=KL, cache={"path": "there-is-none"}, lmbda=0.0)
+    without = GKDTask(terms=KL, cache={"path": "there-is-none"}, lmbda=0.0)
     assert not [p for p in without.check_models({"student": True}, stage="fit") if "lmbda" in p]
-    always = GkdTask(terms=KL, cache={"path": "there-is-none"}, lmbda=1.0)
+    always = GKDTask(terms=KL, cache={"path": "there-is-none"}, lmbda=1.0)
     assert "no step reads it" in always.check_models({"student": True, "teacher": False}, stage="fit")[-1]
 
 
@@ -361,8 +380,12 @@ def test_a_cache_serves_the_steps_on_the_data_and_needs_the_teacher_for_the_othe
 
 def test_wrong_values_are_refused_together():
     with pytest.raises(ConfigError) as refused:
-        GkdTask(
-            terms={"kl": {"function": "forward_kll"}}, lmbda=1.5, off_policy="self", generation={"top_p": 0, "x": 1}
+        GKDTask(
+            terms={"kl": {"function": "forward_kll"}},
+            lmbda=1.5,
+            off_policy="self",
+            generation={"top_p": 0, "x": 1},
+            health={"max_kl": 1.0},
         )
 
     keys = (
@@ -370,6 +393,7 @@ def test_wrong_values_are_refused_together():
         "task.off_policy is 'self'",
         "task.generation.x",
         "task.generation.top_p",
+        "task.health.max_kl is no key of it",
         "task.terms.kl",
     )
     assert len(refused.value.problems) == len(keys)
@@ -377,32 +401,26 @@ def test_wrong_values_are_refused_together():
         assert problem.startswith(key)
     for wrong in ("often", {"start": 0, "end": 2, "steps": 3}, True, -0.1):
         with pytest.raises(ConfigError, match=r"task\.lmbda"):
-            GkdTask(terms=KL, lmbda=wrong)
+            GKDTask(terms=KL, lmbda=wrong)
 
 
 def test_a_teacher_that_cannot_write_is_refused():
     with pytest.raises(ConfigError) as refused:
-        GkdTask(
+        GKDTask(
             terms=KL, teacher={"a": 1, "b": 1}, off_policy="teacher", keep_teachers="host", cache={"path": "folder"}
         )
 
     assert [problem.startswith("task.off_policy=teacher") for problem in refused.value.problems] == [True] * 3
 
 
-def test_models_of_other_tokens_and_packed_rows_are_refused():
-    task = GkdTask(terms=KL)
+def test_models_of_other_tokens_are_refused():
+    task = GKDTask(terms=KL)
     own, more = make_tokenizer(), make_tokenizer(["t h"])
 
     assert task.check_tokenizers({"student": own, "teacher": make_tokenizer()}) == []
     assert "distill_sequence" in task.check_tokenizers({"student": own, "teacher": more})[0]
     assert "set data.tokenizer" in task.check_tokenizers({"student": None, "teacher": None})[0]
     assert task.check_tokenizers({"teacher": own}) == []  # mode=cache_teacher builds no student
-    packed = {**batch_of([[20], [21], [22]]), "position_ids": torch.zeros(3, 4)}
-    for lmbda in (0.0, 1.0):
-        with pytest.raises(ConfigError, match=r"data\.packing=false"):
-            ready_task(lmbda=lmbda).prepare_batch(packed)
-    with pytest.raises(ConfigError, match=r"data\.packing=false"):
-        ready_task().validation_step(packed, 0)
 
 
 # As a user runs it ----------------------------------------------------------------------------------------------------
@@ -461,8 +479,8 @@ def test_trl_divides_by_other_numbers_than_the_tokens_of_the_loss():
 
 def test_packed_rows_are_refused_before_a_model_is_built() -> None:
     row = torch.zeros(1, 4, dtype=torch.long)
-    task = GkdTask(terms={"forward_kl": {"function": "forward_kl"}})
+    task = GKDTask(terms={"forward_kl": {"function": "forward_kl"}})
 
     assert task.check_batch({"input_ids": row, "labels": row}, "data.train") == []
     (problem,) = task.check_batch({"input_ids": row, "labels": row, "position_ids": row}, "data.train")
-    assert "this task needs data.packing=false" in problem
+    assert problem.startswith("data.train: a row holds several examples") and "data.packing=false" in problem

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.grpo import GrpoTask
+from tasks.grpo import GRPOTask
 from tests.ranks import run_ranks
 from tests.tasks import grpo_runs
 from trainer import ConfigError
@@ -92,13 +92,21 @@ def test_a_rollout_has_answers_of_several_lengths_and_rewards(ranks: list[Found]
 
 def test_rewards_that_are_alike_or_absent_change_nothing(ranks: list[Found]) -> None:
     start = grpo_runs.llama("small").state_dict()
-    for case in ("alike", "unrewarded"):
+    for case, first in (("alike", 0), ("unrewarded", 1)):
         found = ranks[0][case]
-        for name, weight in found["weights"]["actor"].items():
-            assert torch.equal(weight, start[name]), name
-        assert all(step["train/actor/loss"] == 0 and step["train/actor/alike"] == 1 for step in found["steps"])
+        assert all(step["train/actor/loss"] == 0 and step["train/actor/alike"] == 1 for step in found["steps"][first:])
+    for name, weight in ranks[0]["alike"]["weights"]["actor"].items():
+        assert torch.equal(weight, start[name]), name
     assert ranks[0]["alike"]["steps"][0]["train/actor/reward"] == pytest.approx(0.1)
-    assert ranks[0]["unrewarded"]["steps"][0]["train/actor/reward"] == 0
+    assert ranks[0]["unrewarded"]["steps"][0]["train/actor/reward"] > 0  # of rank 0 alone
+    assert ranks[0]["unrewarded"]["steps"][1]["train/actor/reward"] == 0
+
+
+def test_windows_without_a_reward_are_refused_or_told_once(ranks: list[Found]) -> None:
+    for number, rank in enumerate(ranks):
+        (problem,) = rank["nothing"]
+        assert problem.startswith("task.rewards.nothing returned None for every answer of the first window")
+        assert [message.split(":")[0] for message in rank["unrewarded"]["warned"]] == ["step 2"] * (number == 0)
 
 
 def test_the_passes_of_a_window_train_on_one_rollout(ranks: list[Found]) -> None:
@@ -147,6 +155,7 @@ def test_held_out_answers_are_scored_before_and_after(ranks: list[Found]) -> Non
 
     assert {"val/reward", "val/reward/distinct", "val/reward/early", "val/answer_tokens", "val/ended"} <= set(before)
     assert before != after
+    assert before["val/reward_low"] < before["val/reward"] < before["val/reward_high"]
     assert before["val/reward/distinct"] > 0
 
 
@@ -162,7 +171,7 @@ REWARDS = {"brevity": {}}
         ({"actor": ""}, "task.actor is ''"),
         ({"reference": "actor"}, "are both 'actor'"),
         ({"kl": {"weight": 0.1}}, "task.kl.weight=0.1 needs a reference"),
-        ({"generation": {"temperature": 0.0}}, "task.generation.temperature=0: all answers"),
+        ({"generation": {"temperature": 0.0}}, "task.generation.temperature=0: answers to learn from are drawn"),
         ({"generation": {"top_q": 1}}, "did you mean top_p?"),
         ({"mask_truncated": "yes"}, "task.mask_truncated='yes'"),
         ({"generation": ""}, "task.generation='': must be a mapping"),
@@ -175,40 +184,40 @@ REWARDS = {"brevity": {}}
 )
 def test_what_is_wrong_is_told(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError) as error:
-        GrpoTask(**{"rewards": REWARDS, **settings})
+        GRPOTask(**{"rewards": REWARDS, **settings})
 
     assert any(told in problem for problem in error.value.problems), error.value.problems
 
 
 def test_everything_wrong_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as error:
-        GrpoTask(epochs=0, generation={"top_p": 2}, rewards={"x": 1}, loss={"clip_low": -1}, kl={"weight": -1})
+        GRPOTask(epochs=0, generation={"top_p": 2}, rewards={"x": 1}, loss={"clip_low": -1}, kl={"weight": -1})
 
     assert len(error.value.problems) == 5
 
 
 def test_models_of_the_wrong_kind_are_refused() -> None:
-    task = GrpoTask(rewards={**REWARDS, "helpful": {"model": "judge"}}, reference="reference")
+    task = GRPOTask(rewards={**REWARDS, "helpful": {"model": "judge"}}, reference="reference")
 
     problems = task.check_models({"actor": False, "reference": True, "judge": True}, stage="fit")
 
     assert len(problems) == 3 and all("trainable" in problem for problem in problems)
     assert "models has no actor" in task.check_models({"policy": True}, stage="validate")[0]
     assert task.check_models({"actor": False, "judge": False}, stage="validate") == []
-    assert GrpoTask(rewards=REWARDS, reference="adapter").check_adapters([])[0].startswith("task.reference=adapter")
+    assert GRPOTask(rewards=REWARDS, reference="adapter").check_adapters([])[0].startswith("task.reference=adapter")
 
 
 def test_a_reference_that_nothing_asks_is_not_built() -> None:
     names = ["actor", "reference", "judge"]
     rewards = {**REWARDS, "helpful": {"model": "judge"}}
 
-    assert GrpoTask(rewards=rewards).models_for("fit", names) == ["actor", "judge"]
-    assert GrpoTask(rewards=rewards, reference="reference").models_for("fit", names) == names
-    assert GrpoTask(rewards=rewards, reference="reference").models_for("validate", names) == ["actor", "judge"]
+    assert GRPOTask(rewards=rewards).models_for("fit", names) == ["actor", "judge"]
+    assert GRPOTask(rewards=rewards, reference="reference").models_for("fit", names) == names
+    assert GRPOTask(rewards=rewards, reference="reference").models_for("validate", names) == ["actor", "judge"]
 
 
 def test_a_reward_without_its_column_is_refused() -> None:
-    task = GrpoTask(rewards={"exact_answer": {}})
+    task = GRPOTask(rewards={"exact_answer": {}})
 
     (problem,) = task.check_batch({"columns": {"prompt": ["Why?"], "solution": ["So."]}}, "data.train")
 

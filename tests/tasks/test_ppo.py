@@ -11,7 +11,20 @@ import torch
 from tasks.ppo import PPOTask
 from tasks.text.language import completion_mask
 from tests.ranks import run_ranks
-from tests.tasks.ppo_runs import LOSS, LR, SETTINGS, STAGES, Scripted, build, by_hand, collate, prompts, run, run_all
+from tests.tasks.ppo_runs import (
+    LOSS,
+    LR,
+    SETTINGS,
+    STAGES,
+    Scripted,
+    build,
+    by_hand,
+    collate,
+    judge,
+    prompts,
+    run,
+    run_all,
+)
 from tests.tasks.sequence_runs import tokenizer
 from trainer import Batch, ConfigError, ModelHandle
 
@@ -112,6 +125,40 @@ def test_answers_of_no_token_and_answers_that_are_all_cut(runs: dict[int, list[A
     assert found["state"]["kl_weight"] == 0.3  # without a target
 
 
+def test_the_critic_is_measured_on_held_out_answers(runs: dict[int, list[Any]], world_size: int) -> None:
+    found = [one["uneven"] for one in runs[world_size]]
+    answers = [row for one in found for row in one["held_out"][0]]
+    assert sorted(one["index"] for one in answers) == [0, 1, 2, 3, 4]
+
+    judge(answers, {role: build(role).double() for role in STAGES}, prompts(5, seed=1), SETTINGS, 0.3)
+
+    errors, returns = (torch.cat([one[key] for one in answers]) for key in ("raw", "return"))
+    numbers = found[0]["validations"][0]
+    explained = 1 - errors.var(correction=0) / returns.var(correction=0)
+    assert numbers["val/critic/explained_variance"] == pytest.approx(float(explained), abs=1e-5)
+    assert numbers["val/critic/value_loss"] == pytest.approx(float(errors.square().mean() / 2), abs=1e-5)
+    assert not any("_error" in name or "_return" in name for name in numbers)
+
+
+def test_an_actor_without_its_adapters_is_the_reference(runs: dict[int, list[Any]], world_size: int) -> None:
+    own, twin = (runs[world_size][0][case] for case in ("adapter", "twin"))
+
+    assert set(own["engines"]) == {"actor", "critic"} and set(twin["engines"]) == set(STAGES)
+    for role in LR:
+        for name, weight in twin["weights"][role].items():
+            torch.testing.assert_close(own["weights"][role][name], weight, atol=5e-6, rtol=0)
+    for one, two in zip(own["steps"], twin["steps"], strict=True):
+        assert one["train/actor/kl"] == pytest.approx(two["train/actor/kl"], abs=1e-6)
+    assert own["steps"][0]["train/actor/kl"] == pytest.approx(0, abs=1e-6)  # the adapters are nothing at first
+    assert own["steps"][-1]["train/actor/kl"] > 1e-3
+    assert own["validations"][-1] == pytest.approx(twin["validations"][-1], abs=1e-5)
+
+
+def test_a_critic_that_was_exported_wrongly_is_seen(runs: dict[int, list[Any]], world_size: int) -> None:
+    for found in runs[world_size]:
+        assert "critic scores val/critic/" in found["adapter"]["export"]
+
+
 def test_a_run_goes_on_between_two_passes_as_if_it_had_not_ended(runs: dict[int, list[Any]], world_size: int) -> None:
     for found in runs[world_size]:
         whole, rest = found["mini"], found["resumed"]
@@ -205,6 +252,7 @@ def test_an_answer_without_a_reward_is_learnt_of_by_neither_model() -> None:
 
 def test_a_window_without_any_token_trains_nothing_and_has_a_graph() -> None:
     task = ready_task(rewards={"none": {"function": "tests.tasks.test_ppo.sometimes"}})
+    task.trainer.global_step = 2  # in the first window it is refused
     rows = [prompts(1, seed=0)[0] for _ in range(4)]  # the bonus of all is 0
 
     batch = rolled_out(task, rows)
@@ -215,6 +263,22 @@ def test_a_window_without_any_token_trains_nothing_and_has_a_graph() -> None:
         sum(loss for key, loss in output.sums.items() if key.startswith(name)).backward()  # type: ignore[union-attr]
         gradients = [weight.grad for weight in task.models[name].module.parameters()]
         assert all(gradient is not None and (gradient == 0).all() for gradient in gradients)
+
+
+def test_a_first_window_without_any_reward_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    task = ready_task(rewards={"none": {"function": "tests.tasks.test_ppo.sometimes"}})
+    rows = [prompts(1, seed=0)[0] for _ in range(4)]
+
+    with pytest.raises(ConfigError, match=r"task\.rewards\.none returned None for every answer of the first"):
+        rolled_out(task, rows)
+    weights = []
+    for step, found in ((2, rows), (4, prompts(4, seed=0)), (6, rows), (8, prompts(4, seed=0))):
+        task.trainer.global_step = step
+        weights.append(float(rolled_out(task, found)["kl_weight"]))
+
+    assert [message.split(":")[0] for message in caplog.messages] == ["step 3"]
+    assert weights[1] == weights[0] == 0.3 and weights[2] != 0.3  # there was no KL to adapt to before
+    assert weights[3] == weights[2]
 
 
 def test_the_weight_of_the_kl_stays_where_a_window_is_prepared_anew() -> None:
@@ -254,6 +318,7 @@ def test_drawn_answers_are_shown_every_so_often() -> None:
     assert shown == [1, 1, 2, 2]  # every 3 steps
     name, table = task.trainer.tables[0]  # type: ignore[attr-defined]
     assert (name, table["columns"], len(table["rows"])) == ("completions", ["prompt", "answer", "reward"], 4)
+    assert [table["step"] for _, table in task.trainer.tables] == [1, 5], "those that learn from them"  # type: ignore[attr-defined]
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -284,6 +349,11 @@ def test_wrong_values_are_refused_together() -> None:
     ]  # fmt: skip
 
 
+def test_a_penalty_that_no_float32_holds_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task\.missing_end_penalty=1e\+39: must be .* that a float32 holds"):
+        PPOTask(**{**SETTINGS, "missing_end_penalty": 1e39})
+
+
 @pytest.mark.parametrize("key", ["generation", "loss", "kl", "rewards"])
 @pytest.mark.parametrize("value", ["", 0, False])
 def test_what_is_empty_is_no_mapping(key: str, value: Any) -> None:
@@ -303,7 +373,13 @@ def test_models_in_the_wrong_place_are_refused() -> None:
         "models.reward.trainable=true",
     ]
     assert task.check_models({"actor": True, "critic": True}, stage="export") == []
-    assert task.models_for("export", ["actor", "critic", "reference", "reward"]) == ["actor", "critic"]
+    names = ["actor", "critic", "reference", "reward"]
+    assert task.models_for("export", names) == ["actor", "critic"]
+    assert task.models_for("fit", names) == task.models_for("validate", names) == names
+    alone = PPOTask(**{**SETTINGS, "reference": "adapter"})
+    assert alone.models_for("fit", names[:3]) == alone.models_for("validate", names) == ["actor", "critic"]
+    assert alone.check_models({"actor": True, "critic": True}, stage="fit") == alone.check_adapters(["actor"]) == []
+    assert alone.check_adapters(["critic"])[0].startswith("task.reference=adapter: models.actor has no adapters")
 
 
 def test_a_critic_of_another_vocabulary_is_refused() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tasks.sft import SftTask
+from tasks.sft import SFTTask
 from tests.tasks.sft_runs import one_update, plain_run
 from tests.tasks.task_runs import llama
 from trainer import ConfigError
@@ -63,18 +63,18 @@ def test_an_adapter_learns_and_the_weights_below_it_stay(token_ranks: Ranks) -> 
 def test_wrong_values_are_refused_together() -> None:
     wrong: Any = {"student": "", "mask": "prompt"}
     with pytest.raises(ConfigError) as refused:
-        SftTask(**wrong)
+        SFTTask(**wrong)
 
     assert refused.value.problems == [
         "task.student is ''; it must be the name of a model",
         "task.mask is 'prompt'; it must be completion, the answers' tokens, or all",
     ]
     with pytest.raises(ConfigError, match=r"task\.mask is \['all'\]"):
-        SftTask(mask=["all"])  # type: ignore[arg-type]
+        SFTTask(mask=["all"])  # type: ignore[arg-type]
 
 
 def test_models_that_do_not_fit_are_refused() -> None:
-    task = SftTask()
+    task = SFTTask()
 
     assert task.check_models({"student": False}, stage="validate") == []
     assert task.check_models({"student": False}, stage="fit") == [

@@ -27,6 +27,14 @@ def test_rows_hold_prompt_answer_and_values() -> None:
     assert table["rows"] == [["a", "x", "0.3333"], ["b", "y", "0"]]
 
 
+def test_what_is_drawn_for_a_step_has_its_number() -> None:
+    one = trainer()
+
+    log_samples(one, "samples", prompts=["a"], answers=["x"], step=4)
+
+    assert one.tables[0][1]["step"] == 4
+
+
 def test_other_ranks_and_empty_tables_log_nothing() -> None:
     other, empty = trainer(is_main=False), trainer()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import tasks.generation.server
 from tasks.generation import GenerationOptions, LocalWriter, ServerOptions, ServerWriter, make_writer, row_seeds
 from tasks.generation.http import ServerError
 from tests.tasks.generation.local_server import LocalServer, serving
@@ -20,6 +21,7 @@ from tests.tasks.task_runs import llama
 from tests.tasks.tiny_tokenizers import CHARACTERS, make_tokenizer
 from tests.trainer.test_trainer import reset_accelerate
 from trainer import ConfigError, ModelHandle, ModelSpec, MultiModelTrainer, StepOutput, TaskModule, TrainingData
+from trainer.causes import Report, _is_secondary
 
 CPU = torch.device("cpu")
 SPECIAL = ("<pad>", "<end>", "<a>", "<b>", "<c>", "<d>", "<e>", "<f>", "<g>", "<h>", "<i>")
@@ -272,6 +274,19 @@ def test_answers_that_make_no_sense_are_told(
 
     with pytest.raises(ServerError, match=rf"{server.url}.*{words}"):
         writer_of(server).write([[8]], seeds=None, options=GREEDY)
+
+
+def test_the_rank_that_a_server_failed_is_the_cause_and_not_one_that_hears_of_it(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = f"{server.url}/collective_rpc answered 404 Not Found"
+    monkeypatch.setattr(tasks.generation.server, "gather", lambda value: [own, value])  # as on rank 1 of two
+
+    with pytest.raises(ServerError, match=r"another rank failed: .*404 Not Found") as heard:
+        writer_of(server).write([[8]], seeds=None, options=GREEDY)
+
+    first, second = (Report(status=1, text=f"ServerError: {text}", time=0) for text in (own, heard.value))
+    assert (_is_secondary(first), _is_secondary(second)) == (False, True)
 
 
 def test_a_server_that_is_not_there_is_refused_before_the_first_step() -> None:

@@ -6,7 +6,10 @@ import pytest
 
 from tasks.generation import ServerOptions
 from tasks.generation.server_options import read_server
-from trainer import ConfigError
+from tasks.gkd import GKDTask
+from tasks.grpo import GRPOTask
+from tasks.ppo import PPOTask
+from trainer import ConfigError, TaskModule
 
 
 def test_no_server_is_none_and_an_address_may_end_as_clients_want_it() -> None:
@@ -64,3 +67,34 @@ def test_a_key_does_not_stand_in_the_configuration() -> None:
 
     assert "hunter2" not in str(refused.value)
     assert "sk-my-own-key" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "models"),
+    [
+        (GKDTask, {"terms": {"forward_kl": {}}}, {"student": True, "teacher": False}),
+        (GRPOTask, {"rewards": {"brevity": {}}}, {"actor": True}),
+        (PPOTask, {"rewards": {"brevity": {}}}, {"actor": True, "critic": True, "reference": False}),
+    ],
+)
+def test_a_server_that_never_sees_the_trained_weights_is_refused_before_a_model_is_built(
+    kind: type[TaskModule], own: dict[str, Any], models: dict[str, bool]
+) -> None:
+    server = {"url": "http://host", "model": "m"}
+    task, fed = (
+        kind(**own, generation={"server": server | more})  # type: ignore[call-arg]
+        for more in ({}, {"weights_folder": "/shared"})
+    )
+
+    for stage in ("fit", "validate"):
+        (problem,) = task.check_models(models, stage=stage)
+        name = next(iter(models))
+        assert problem.startswith(f"task.generation.server.weights_folder is null, but models.{name} is trained")
+        assert fed.check_models(models, stage=stage) == []
+    assert task.check_models(models, stage="export") == []
+
+
+@pytest.mark.parametrize("task", [GKDTask, GRPOTask, PPOTask])
+def test_a_resumed_run_may_find_the_server_elsewhere(task: type[TaskModule]) -> None:
+    assert "generation.server.url" in task.may_differ
+    assert "generation.server.dialect" not in task.may_differ, "which decides how text becomes tokens"

@@ -111,6 +111,16 @@ def test_numbers_of_other_ranks_count() -> None:
     torch.testing.assert_close(found[counted[:2]].double(), expected, atol=1e-5, rtol=0)
 
 
+def test_numbers_whose_squares_no_float32_holds_are_whitened() -> None:
+    values = table(4, 9, seed=2)
+
+    (plain,) = whiten([values], [COUNTED], is_filler=[False])
+    (found,) = whiten([values * 1e25], [COUNTED], is_filler=[False])
+
+    torch.testing.assert_close(found, plain)
+    assert math.isfinite(moments([values * 1e37]).variance)
+
+
 @pytest.mark.parametrize("count", [0, 1])
 def test_no_token_or_one_is_whitened_to_zero(count: int) -> None:
     counted = torch.zeros(1, 3, dtype=torch.bool)

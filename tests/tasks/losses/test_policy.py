@@ -290,6 +290,22 @@ def test_rewards_that_are_alike_give_exactly_nothing(baseline: str, scale: str) 
     assert (found == 0).all()
 
 
+@pytest.mark.parametrize("scale", ["group", "batch"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+def test_rewards_whose_squares_no_float32_holds_are_told_apart(baseline: str, scale: str) -> None:
+    plain = torch.tensor([[1.0, 2.0, 3.0, 7.0]])
+    rewards, extreme = plain * 1e25, torch.tensor([[-3.4e38, 3.4e38, 0.0, 0.0]])
+
+    found, of_plain, of_extreme = (
+        group_advantages(one, baseline=baseline, scale=scale, deviation=batch_deviation(one))
+        for one in (rewards, plain, extreme)
+    )
+
+    torch.testing.assert_close(found, of_plain, rtol=1e-4, atol=1e-6)  # but for EPSILON alike
+    assert of_extreme[0, 0] == -of_extreme[0, 1] and 1 < of_extreme[0, 1] < 2
+    assert found.dtype == torch.float32
+
+
 @pytest.mark.parametrize("rewards", [[[math.nan, math.nan, math.nan]], [[math.nan, 2.0, math.nan]], [[2.0]]])
 def test_a_reward_with_nothing_beside_it_says_nothing(rewards: list[list[float]]) -> None:
     given = torch.tensor(rewards)

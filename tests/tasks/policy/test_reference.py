@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tasks.logits.log_probs import row_sums
+from tasks.policy import reference
 from tasks.policy.reference import AdapterOff, FrozenReference, NoReference, Recording, digests_of, record_reference
 from tasks.text.language import completion_mask, counted_logits, next_tokens
 from tasks.text.preferences import both_sides
@@ -84,6 +85,32 @@ def test_a_file_is_read_once_it_is_there_and_extended_by_what_it_lacks(tmp_path:
     assert model.asked == asked + 1 + 1  # of three batches of four the one with pairs 5 to 8, and the last
     assert len(more.values) == len(first.values) + 2 * 3
     assert np.array_equal(record(model, path, count=9).digests, more.digests)
+
+
+class Counted(list[Any]):
+    """Examples, and how often each was read."""
+
+    def __init__(self, pairs: Any) -> None:
+        super().__init__(pairs)
+        self.reads = [0] * len(self)
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reads[index] += 1
+        return super().__getitem__(index)
+
+
+def test_each_example_is_read_and_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, hashed = Counted(train_pairs(6)), list[int]()
+
+    def count(batch: Batch) -> Any:
+        hashed.append(len(batch["input_ids"]))
+        return digests_of(batch)
+
+    monkeypatch.setattr(reference, "digests_of", count)
+    record_reference(run_of(pairs), Handle(llama("small")), ask, answers=both_sides, path=None)  # type: ignore[arg-type]
+
+    assert pairs.reads == [1] * 6
+    assert hashed == [8, 4, 8, 6]  # both sides of batches of 4, 2, 4 and 3 pairs
 
 
 def test_without_a_file_nothing_is_kept(tmp_path: Path) -> None:

@@ -87,5 +87,8 @@ def test_a_models_reward_is_one_of_the_components(read: list[str]) -> None:
     rewards.setup(task, writer="actor")
     values = rewards.score(answers(), device=CPU)
 
-    assert rewards.total(values).tolist() == [0.5 * 8 + 1, 0.5 * 6 + 1]
-    assert rewards.check_tokenizers({"actor": SOURCE, "judge": None})[0].startswith("models.judge gives a reward")
+    assert rewards.total(values, answers()).tolist() == [0.5 * 8 + 1, 0.5 * 6 + 1]
+    (problem,) = rewards.check_tokenizers({"actor": SOURCE, "judge": None}, writer="actor")
+    assert problem.startswith("models.judge gives a reward")
+    (problem,) = rewards.check_tokenizers({"actor": None, "judge": TARGET}, writer="actor")
+    assert problem.startswith("the task reads text, but no model brings a tokenizer")

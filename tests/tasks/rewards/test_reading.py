@@ -96,20 +96,20 @@ def test_everything_is_told_at_once() -> None:
 def test_a_column_that_the_rows_lack_is_named_with_the_nearest() -> None:
     rewards = read_rewards({"exact_answer": {}, "mine": {"function": f"{HERE}.own"}})
 
-    found = rewards.check_columns(["answers", "level"], data="data.train")
+    found = rewards.check_batch({"columns": {"answers": [], "level": []}}, "data.train")
 
     (problem,) = found
     assert problem.startswith(
         "task.rewards.exact_answer.function needs the column 'answer', and the rows of data.train"
     )
     assert problem.endswith("have only answers, level; did you mean answers?")
-    assert rewards.check_columns(["answer", "level"], data="data.train") == []
+    assert rewards.check_batch({"columns": {"answer": [], "level": []}}, "data.train") == []
 
 
 def test_a_function_that_asks_for_the_prompt_is_told_its_name() -> None:
     rewards = read_rewards({"mine": {"function": f"{HERE}.of_prompt"}})
 
-    (problem,) = rewards.check_columns(["prompt", "answer"], data="data.train")
+    (problem,) = rewards.check_batch({"columns": {"prompt": [], "answer": []}}, "data.train")
 
     assert problem.startswith("task.rewards.mine.function takes 'prompt'") and "name it prompts" in problem
 

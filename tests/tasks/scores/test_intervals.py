@@ -1,11 +1,13 @@
-"""The interval of a share, against textbook values and by simulation."""
+"""The intervals of a share and of a mean, against textbook values and by simulation."""
 
 from __future__ import annotations
+
+import statistics
 
 import pytest
 import torch
 
-from tasks.scores.intervals import wilson_interval
+from tasks.scores.intervals import SampleMean, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -30,3 +32,22 @@ def test_the_true_share_lies_within_it_in_19_of_20_samples() -> None:
     ends = [wilson_interval(float(row.float().mean()), 60) for row in draws]
 
     assert sum(low <= 0.7 <= high for low, high in ends) / len(ends) == pytest.approx(0.95, abs=0.02)
+
+
+def test_a_mean_lies_within_two_standard_errors_of_what_is_there() -> None:
+    values, sample = [0.5, 1.5, 0.0, 1.0, 0.25], SampleMean()
+    sample.add(torch.tensor(values[:2]))
+    sample.add(torch.tensor([*values[2:], float("nan")]))
+
+    found = sample.interval("reward", torch.device("cpu"))
+
+    half = 1.959964 * statistics.stdev(values) / len(values) ** 0.5
+    mean = statistics.mean(values)
+    assert found == pytest.approx({"reward_low": mean - half, "reward_high": mean + half}, rel=1e-6)
+
+
+def test_one_example_has_no_interval() -> None:
+    sample = SampleMean()
+    sample.add(torch.tensor([0.3]))
+
+    assert sample.interval("reward", torch.device("cpu")) == {}

@@ -12,8 +12,8 @@ from tasks.text.sequences import (
     decode,
     encode_prompt,
     exchanges_of,
+    find_packing_problem,
     join,
-    refuse_packed,
 )
 from tests.tasks.tiny_tokenizers import SPECIAL, TEMPLATE, WORDY, make_tokenizer
 from trainer.config import ConfigError
@@ -98,8 +98,8 @@ def test_masks_end_with_the_shorter_of_a_pair() -> None:
 
 
 def test_packed_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data\.packing=false"):
-        refuse_packed({"input_ids": torch.zeros(1, 2), "position_ids": torch.zeros(1, 2)})
+    (problem,) = find_packing_problem({"input_ids": torch.zeros(1, 2), "position_ids": torch.zeros(1, 2)}, "data.train")
+    assert problem.startswith("data.train: ") and problem.endswith("data.packing=false")
 
 
 # Tokens of another model
