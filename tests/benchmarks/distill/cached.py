@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from tests.benchmarks.distill.contenders import LR, MAX_NORM, Rows, Stopwatch, StopwatchCallback, student, teacher
+from tests.benchmarks.distill.contenders import LR, Rows, divergence, student, teacher
 from tests.benchmarks.distill.measure import interleave, num_cores
+from tests.benchmarks.stopwatch import MAX_NORM, MEMORY, STEP_TIME, Stopwatch, StopwatchCallback
 from trainer import ModelSpec, MultiModelTrainer, TaskModule, TrainingData
 
 MODULE = "tests.benchmarks.distill.cached"
@@ -70,7 +71,7 @@ def _train(task: TaskModule, num_steps: int, batch_size: int, length: int) -> No
     spec = ModelSpec(build=student, dtype=torch.float32, optimizer=optimizer, max_grad_norm=MAX_NORM)
     data = TrainingData(train=Rows(num_steps * batch_size, length), batch_size=batch_size)
     trainer.fit(task, models={"student": spec}, data=data)
-    stopwatch.finish(trainer.models["student"].module, length)
+    stopwatch.finish(divergence=divergence(trainer.models["student"].module, length))
 
 
 CONTENDERS: dict[str, Callable[[int, int, int], None]] = {
@@ -88,7 +89,7 @@ def compare(*, num_steps: int, batch_size: int, length: int, repeats: int) -> Ta
     table = Table(
         "", *names, "ratio", "aim", title=f"1 rank, {batch_size} x {length} tokens, top {TOP_K} of the teacher"
     )
-    for key, aim in (("step time (s)", f"{AIM}"), ("peak memory (MB)", "")):
+    for key, aim in ((STEP_TIME, f"{AIM}"), (MEMORY, "")):
         cached, alone = (found[name][key] for name in names)
         table.add_row(key, f"{cached:.4g}", f"{alone:.4g}", f"{cached / alone:.2f}", aim)
     return table

@@ -1,10 +1,6 @@
-"""What the trainers have in common: the models, the tokens, the stopwatch and what each must have learnt."""
+"""What the trainers have in common: the models, the tokens and what each must have learnt."""
 
 from __future__ import annotations
-
-import statistics
-import time
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +8,8 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tests.benchmarks.distill.measure import Numbers, peak_bytes, write_numbers
-from trainer import Callback
-
 VOCABULARY = 49_152  # of SmolLM2
-LR, MAX_NORM = 1e-3, 1.0
-WARM_UP = 2  # steps; the second is the first with the optimizer's state
+LR = 1e-3
 
 
 def llama(*, width: int, num_layers: int) -> PreTrainedModel:
@@ -69,41 +61,6 @@ class Rows(Dataset[dict[str, Tensor]]):
         if not 0 <= index < self.num_examples:
             raise IndexError(index)
         return {"input_ids": self.row, "labels": self.row, "attention_mask": torch.ones_like(self.row)}
-
-
-class Stopwatch:
-    """Measures from the end of a step to the end of the next: all that a step costs, its batch and logging too."""
-
-    def __init__(self) -> None:
-        self.ends: list[float] = []
-        self.memory = 0
-
-    def end_step(self) -> None:
-        """A step ended."""
-        self.ends.append(time.perf_counter())
-        self.memory = peak_bytes()  # before the closing check, which builds logits
-
-    def finish(self, model: nn.Module, length: int) -> None:
-        """Leaves the numbers, and how far the trained model has come: its divergence from the teacher."""
-        steps = [after - before for before, after in zip(self.ends, self.ends[1:], strict=False)]
-        numbers: Numbers = {
-            "step time (s)": statistics.median(steps[WARM_UP - 1 :]),
-            "peak memory (MB)": self.memory / 1e6,
-            "divergence": divergence(model, length),
-        }
-        write_numbers(numbers)
-
-
-class StopwatchCallback(Callback):
-    """The stopwatch as this trainer runs it."""
-
-    order = 1000
-
-    def __init__(self, stopwatch: Stopwatch) -> None:
-        self.stopwatch = stopwatch
-
-    def on_train_step_end(self, trainer: Any, task: Any, metrics: dict[str, float]) -> None:
-        self.stopwatch.end_step()
 
 
 def divergence(model: nn.Module, length: int) -> float:

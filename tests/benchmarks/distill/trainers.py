@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -21,18 +20,25 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.benchmarks.distill.contenders import (
     LR,
-    MAX_NORM,
     VOCABULARY,
     Rows,
-    Stopwatch,
-    StopwatchCallback,
+    divergence,
     student,
     teacher,
     tokens,
 )
 from tests.benchmarks.distill.measure import Numbers, check_same_work, interleave, num_cores
+from tests.benchmarks.stopwatch import (
+    MAX_NORM,
+    MEMORY,
+    STEP_TIME,
+    Stopwatch,
+    StopwatchCallback,
+    trl_settings,
+    watch_trl,
+)
 
-AIMS = {"step time (s)": 0.95, "peak memory (MB)": 0.8}  # of the best of TRL's
+AIMS = {STEP_TIME: 0.95, MEMORY: 0.8}  # of the best of TRL's
 TRL = ("TRL DistillationTrainer", "TRL GKDTrainer")
 Contender = Callable[[int, int, int], None]  # steps, rows of a batch, tokens of a row
 
@@ -63,7 +69,7 @@ def ours(num_steps: int, batch_size: int, length: int) -> None:
     # Random models know nothing of random tokens, which is refused otherwise.
     task = DistillTask(terms={"forward_kl": {}}, preflight={"teacher_is_trained": False})
     trainer.fit(task, models=models, data=TrainingData(train=rows, batch_size=batch_size))
-    stopwatch.finish(trainer.models["student"].module, length)
+    stopwatch.finish(divergence=divergence(trainer.models["student"].module, length))
 
 
 def by_hand(num_steps: int, batch_size: int, length: int) -> None:
@@ -87,7 +93,7 @@ def by_hand(num_steps: int, batch_size: int, length: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         stopwatch.end_step()
-    stopwatch.finish(getattr(model, "module", model), length)
+    stopwatch.finish(divergence=divergence(getattr(model, "module", model), length))
 
 
 def trl_distillation(num_steps: int, batch_size: int, length: int) -> None:
@@ -107,7 +113,7 @@ def trl_distillation(num_steps: int, batch_size: int, length: int) -> None:
                 "num_items_in_batch": counted,
             }
 
-    config = DistillationConfig(beta=0.0, **_arguments(num_steps, batch_size))
+    config = DistillationConfig(beta=0.0, **trl_settings(num_steps, batch_size, lr=LR))
     _run_trl(GivenCompletions, config, num_steps, batch_size, length)
 
 
@@ -115,44 +121,16 @@ def trl_gkd(num_steps: int, batch_size: int, length: int) -> None:
     """TRL's GKDTrainer without on-policy batches."""
     from trl.experimental.gkd import GKDConfig, GKDTrainer
 
-    config = GKDConfig(beta=0.0, lmbda=0.0, **_arguments(num_steps, batch_size))
+    config = GKDConfig(beta=0.0, lmbda=0.0, **trl_settings(num_steps, batch_size, lr=LR))
     _run_trl(GKDTrainer, config, num_steps, batch_size, length, data_collator=_collate)
-
-
-def _arguments(num_steps: int, batch_size: int) -> dict[str, Any]:
-    return {
-        "output_dir": tempfile.mkdtemp(prefix="trl-"),
-        "max_steps": num_steps,
-        "per_device_train_batch_size": batch_size,
-        "learning_rate": LR,
-        "weight_decay": 0.0,
-        "max_grad_norm": MAX_NORM,
-        "lr_scheduler_type": "constant",
-        "optim": "adamw_torch",
-        "adam_epsilon": 1e-8,
-        "bf16": False,
-        "gradient_checkpointing": False,  # or it would compute the student's layers twice
-        "use_cpu": True,
-        "ddp_backend": "gloo" if int(os.environ.get("WORLD_SIZE", 1)) > 1 else None,
-        "logging_steps": 10,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
 
 
 def _run_trl(
     kind: Callable[..., Any], config: Any, num_steps: int, batch_size: int, length: int, **options: Any
 ) -> None:
     from datasets import Dataset
-    from transformers import TrainerCallback
 
     stopwatch = Stopwatch()
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            stopwatch.end_step()
-
     row = tokens(length).tolist()
     num_examples = num_steps * batch_size * int(os.environ.get("WORLD_SIZE", 1))
     trainer = kind(
@@ -161,11 +139,11 @@ def _run_trl(
         args=config,
         train_dataset=Dataset.from_dict({"prompt": ["a"] * num_examples, "input_ids": [row] * num_examples}),
         processing_class=_tokenizer(),
-        callbacks=[Watch()],
+        callbacks=[watch_trl(stopwatch)],
         **options,
     )
     trainer.train()
-    stopwatch.finish(trainer.accelerator.unwrap_model(trainer.model), length)
+    stopwatch.finish(divergence=divergence(trainer.accelerator.unwrap_model(trainer.model), length))
 
 
 def _collate(examples: list[dict[str, Any]]) -> dict[str, Tensor]:

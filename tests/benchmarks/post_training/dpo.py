@@ -15,19 +15,10 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor, nn
 
+from tests.benchmarks.distill.contenders import VOCABULARY
 from tests.benchmarks.distill.measure import check_same_work, interleave, num_cores
-from tests.benchmarks.post_training.measure import (
-    LR,
-    MAX_NORM,
-    VOCABULARY,
-    Stopwatch,
-    StopwatchCallback,
-    policy,
-    table_of,
-    tokenizer,
-    trl_settings,
-    watch_trl,
-)
+from tests.benchmarks.post_training.measure import LR, policy, table_of, tokenizer
+from tests.benchmarks.stopwatch import MAX_NORM, Stopwatch, StopwatchCallback, trl_settings, watch_trl
 from trainer import IGNORED
 
 BETA = 0.1
@@ -92,7 +83,7 @@ def trl(num_steps: int, batch_size: int, is_quick: bool, *, precomputed: bool = 
     count = num_steps * batch_size
     rows = {"prompt_ids": [prompt] * count, "chosen_ids": [chosen] * count, "rejected_ids": [rejected] * count}
     config = DPOConfig(
-        beta=BETA, max_length=None, precompute_ref_log_probs=precomputed, **trl_settings(num_steps, batch_size)
+        beta=BETA, max_length=None, precompute_ref_log_probs=precomputed, **trl_settings(num_steps, batch_size, lr=LR)
     )
     trainer = GivenTokens(
         model=policy(is_quick=is_quick),

@@ -13,19 +13,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from tests.benchmarks.distill.contenders import VOCABULARY
 from tests.benchmarks.distill.measure import check_same_work, interleave, num_cores
-from tests.benchmarks.post_training.measure import (
-    LR,
-    MAX_NORM,
-    VOCABULARY,
-    Stopwatch,
-    StopwatchCallback,
-    policy,
-    table_of,
-    tokenizer,
-    trl_settings,
-    watch_trl,
-)
+from tests.benchmarks.post_training.measure import LR, policy, table_of, tokenizer
+from tests.benchmarks.stopwatch import MAX_NORM, Stopwatch, StopwatchCallback, trl_settings, watch_trl
 
 PAIRS = (("ours", "TRL GRPOTrainer"),)
 CLIP = 0.2
@@ -61,7 +52,7 @@ class Counted:
 
 def ours(num_steps: int, is_quick: bool) -> None:
     """This trainer and its task, as they are used from Python; no token ends an answer."""
-    from tasks.grpo import GrpoTask
+    from tasks.grpo import GRPOTask
     from tasks.rewards import Reward, Rewards
     from trainer import ModelSpec, MultiModelTrainer, TrainingData
     from trainer.data.prompts import PromptRows
@@ -69,7 +60,7 @@ def ours(num_steps: int, is_quick: bool) -> None:
     sizes, stopwatch, reward = Sizes(is_quick=is_quick), Stopwatch(), Counted()
     own = tokenizer()
     own.eos_token = None
-    task = GrpoTask(
+    task = GRPOTask(
         num_completions=sizes.answers,
         generation={"max_new_tokens": sizes.answer, "temperature": 1.0},
         rewards={"brevity": {}},
@@ -114,7 +105,7 @@ def trl(num_steps: int, is_quick: bool) -> None:
         epsilon=CLIP,
         beta=0.0,
         generation_kwargs={"min_new_tokens": sizes.answer},
-        **trl_settings(num_steps, sizes.prompts * sizes.answers),
+        **trl_settings(num_steps, sizes.prompts * sizes.answers, lr=LR),
     )
     trainer = GRPOTrainer(
         model=policy(is_quick=is_quick),
