@@ -15,7 +15,7 @@ TileLoss = Callable[[Tensor, slice], tuple[Tensor, Tensor]]
 
 # Logits of a tile: with fewer, the weight and its gradient pass through memory more often than the products take; below
 # 32 MiB, glibc also keeps for itself what a tile leaves.
-CPU_TILE, GPU_TILE = 9 * 2**20, 2**27
+CPU_TILE, GPU_TILE = 12 * 2**20, 2**27
 BLOCK = 2**22  # elements of a weight's rows that are copied to another data type at a time
 
 
