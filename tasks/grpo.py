@@ -28,6 +28,7 @@ from tasks.policy.options import read_advantages, read_drawn, read_kl, read_loss
 from tasks.policy.reference import ADAPTER, find_adapter_problems, open_reference
 from tasks.policy.update import PolicyUpdate
 from tasks.rewards import Answers, means, read_rewards
+from tasks.roles import find_member_problems
 from tasks.scores.intervals import SampleMean
 from tasks.text.language import completion_mask
 from tasks.text.prompts import PROMPT_FIELDS, longest_prompt, prompts_of, repeat
@@ -151,18 +152,8 @@ class GRPOTask(TaskModule):
         return [name for name in names if name in needed or (is_fit and name != "reference")]
 
     def check_models(self, trainable: Mapping[str, bool], *, stage: str) -> list[str]:
-        problems = []
-        if self.actor not in trainable:
-            problems.append(f"task.actor={self.actor}: models has no {self.actor}, only {', '.join(trainable)}")
-        elif stage == "fit" and not trainable[self.actor]:
-            problems.append(f"models.{self.actor}.trainable=false, but task.actor trains it; set it to true")
-        if stage == "fit" and self.frozen is not None:
-            if self.frozen not in trainable:
-                problems.append(
-                    f"task.reference={self.frozen}: models has no {self.frozen}, only {', '.join(trainable)}"
-                )
-            elif trainable[self.frozen]:
-                problems.append(f"models.{self.frozen}.trainable=true, but task.reference is frozen; set it to false")
+        frozen = [("reference", self.frozen)] if stage == "fit" and self.frozen is not None else []
+        problems = find_member_problems(trainable, stage=stage, trained=[("actor", self.actor)], frozen=frozen)
         if stage == "export":
             return problems
         problems += find_folder_problems(self.options.server, self.actor, trainable)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeGuard
 
-from trainer import ConfigError
+from trainer import ConfigError, did_you_mean
 
 SINGLE = (2 - 2**-23) * 2.0**127  # the largest number that a float32 holds
 
@@ -50,6 +50,19 @@ def find_value_problems(key: str, **values: tuple[Any, bool, str]) -> list[str]:
         f"{key}.{name}={value!r}: must be {wanted}"
         for name, (value, is_right, wanted) in values.items()
         if not is_right
+    ]
+
+
+def find_unknown_keys(key: str, given: Iterable[Any], known: Sequence[str]) -> list[str]:
+    """Returns which keys of a mapping are none of those that it may have.
+
+    Args:
+        key: Where it stands, such as "task.generation".
+    """
+    return [
+        f"{key}.{name} is unknown, only {', '.join(known)}{did_you_mean(str(name), known)}"
+        for name in given
+        if name not in known
     ]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tasks.generation.server_options import ServerOptions, read_server
-from tasks.values import is_number, is_whole
-from trainer import ConfigError, did_you_mean
+from tasks.values import find_unknown_keys, is_number, is_whole
+from trainer import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,7 @@ def read_options(values: Mapping[str, Any], *, key: str = "task.generation") -> 
         raise ConfigError(f"{key}={values!r}: must be a mapping, such as {{max_new_tokens: 64, temperature: 1.0}}")
     given = dict(values)
     known = [item.name for item in fields(GenerationOptions)]
-    problems = [
-        f"{key}.{name} is unknown, only {', '.join(known)}{did_you_mean(str(name), known)}"
-        for name in given
-        if name not in known
-    ]
+    problems = find_unknown_keys(key, given, known)
     problems += [problem for name, value in given.items() for problem in _find_problem(f"{key}.{name}", name, value)]
     try:
         given["server"] = read_server(given.get("server"), key=f"{key}.server")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from tasks.values import is_number, is_whole
-from trainer import ConfigError, did_you_mean
+from tasks.values import find_unknown_keys, is_number, is_whole
+from trainer import ConfigError
 
 DIALECTS = ("vllm", "openai")
 SERVER_PLACE = tuple(  # where a server is and how it is asked, of a task's keys; what it is told decides what it writes
@@ -55,11 +55,7 @@ def read_server(values: Mapping[str, Any] | None, *, key: str = "task.generation
     if not isinstance(values, Mapping):
         raise ConfigError(f"{key}={values!r}: must be null or a mapping, such as {{url: ..., model: ...}}")
     known = [item.name for item in fields(ServerOptions)]
-    problems = [
-        f"{key}.{name} is unknown, only {', '.join(known)}{did_you_mean(str(name), known)}"
-        for name in values
-        if name not in known
-    ]
+    problems = find_unknown_keys(key, values, known)
     problems += [f"{key}.{name} is missing" for name in ("url", "model") if name not in values]
     problems += [text for name, value in values.items() for text in _find_problem(f"{key}.{name}", name, value)]
     if problems:

@@ -9,6 +9,7 @@ from tests.ranks import run_ranks
 from tests.trainer.engine_runs import Ranks, run_checks
 from tests.trainer.saved_runs import make_run
 from tests.trainer.test_assets import tiny_llama, write_gguf
+from trainer import models
 
 
 @pytest.fixture(scope="session", params=[1, 2], ids=["1 rank", "2 ranks"])
@@ -32,3 +33,26 @@ def run(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.chdir(tmp_path)
     shutil.copytree(original, "run", symlinks=True)
     return Path("run")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of embedded assets, with none in it."""
+    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(name: str) -> None:
+        raise OSError(f"no route to {name}")
+
+    monkeypatch.setattr(models, "_ask_hub", refuse)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a saved tiny model without a tokenizer."""
+    folder = tmp_path / "tiny"
+    tiny_llama().save_pretrained(folder)
+    return folder

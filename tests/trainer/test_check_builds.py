@@ -3,45 +3,14 @@
 import json
 
 import pytest
-import torch
 
 from tests.trainer.test_assets import tiny_llama, write_gguf
+from tests.trainer.test_models import KEY, from_config, pretrained
 from trainer import check_builds, models
 from trainer.check_builds import check_build
 from trainer.freezing import find_freezing_problems
 
-KEY = "models.student.build"
-TOKENS = torch.tensor([[3, 50, 7, 1, 200]])
-
-
-def pretrained(name, **fields):
-    return {"_target_": "trainer.models.causal_lm", "name": str(name), **fields}
-
-
-def from_config(config):
-    return {"_target_": "trainer.models.causal_lm_from_config", "config": config}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(name):
-        raise OSError(f"no route to {name}")
-
-    monkeypatch.setattr(models, "_ask_hub", refuse)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Returns the folder of a saved tiny model without a tokenizer."""
-    folder = tmp_path / "tiny"
-    tiny_llama().save_pretrained(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def test_good_builds_have_no_problem(folder):

@@ -21,6 +21,8 @@ from trainer.targets import target_problems
 KEY = "models.student.build"
 TOKENS = torch.tensor([[3, 50, 7, 1, 200]])
 
+pytestmark = pytest.mark.usefixtures("cache")
+
 
 def pretrained(name, **fields):
     return {"_target_": "trainer.models.causal_lm", "name": str(name), **fields}
@@ -28,28 +30,6 @@ def pretrained(name, **fields):
 
 def from_config(config):
     return {"_target_": "trainer.models.causal_lm_from_config", "config": config}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRAINER_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def no_network(monkeypatch):
-    def refuse(name):
-        raise OSError(f"no route to {name}")
-
-    monkeypatch.setattr(models, "_ask_hub", refuse)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Returns the folder of a saved tiny model without a tokenizer."""
-    folder = tmp_path / "tiny"
-    tiny_llama().save_pretrained(folder)
-    return folder
 
 
 def test_folder_gives_the_saved_model_in_the_wanted_type(folder):
